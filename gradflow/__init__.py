@@ -1,0 +1,30 @@
+"""Gradient flows of deep linear networks: simulate them, and see what they learn."""
+
+from gradflow import datasets as datasets
+from gradflow import errors as errors
+from gradflow import initialize as initialize
+from gradflow import observables as observables
+from gradflow import testing as testing
+from gradflow.descend import descend as descend
+from gradflow.flows import AbstractFlow as AbstractFlow
+from gradflow.flows import GradientFlow as GradientFlow
+from gradflow.method import Method as Method
+from gradflow.network import LinearNetwork as LinearNetwork
+from gradflow.network import adjacency_flow as adjacency_flow
+from gradflow.problem import Problem as Problem
+from gradflow.simulate import simulate as simulate
+from gradflow.storage import load as load
+from gradflow.trajectory import Stats as Stats
+from gradflow.trajectory import Status as Status
+from gradflow.trajectory import Trajectory as Trajectory
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    # matplotlib takes long to import and is not needed to integrate.
+    if name == "plot":
+        from gradflow import plotting
+
+        return plotting
+    raise AttributeError(f"module 'gradflow' has no attribute {name!r}")

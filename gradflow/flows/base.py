@@ -1,0 +1,56 @@
+"""The small interface that every right-hand side offers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from jaxtyping import Array, Float, PyTree
+
+__all__ = ["AbstractFlow"]
+
+
+class AbstractFlow(eqx.Module):
+    """A gradient flow ``ẋ = f(t, x)`` on some state space, with what is known about it.
+
+    A new flow defines :meth:`vector_field`, :meth:`loss` and :meth:`check_state`; the rest has
+    defaults. States are pytrees of real arrays.
+    """
+
+    @abc.abstractmethod
+    def vector_field(self, t: Any, state: PyTree, args: Any = None) -> PyTree:
+        """``f(t, x)``, of the same structure as ``state`` (the signature of diffrax)."""
+
+    @abc.abstractmethod
+    def loss(self, state: PyTree) -> Float[Array, ""]:
+        """The function that the flow descends, a scalar."""
+
+    @abc.abstractmethod
+    def check_state(self, state: Any) -> PyTree:
+        """``state``, brought to the form the flow works on; ``ValueError`` if it does not fit."""
+
+    def conserved(self, state: PyTree) -> list[Array]:
+        """Arrays that the exact flow keeps (or lets decay in the known way, see :meth:`law_at`)."""
+        return []
+
+    def law_at(self, initial: list[Array], elapsed: Any) -> list[Array]:
+        """What :meth:`conserved` must be ``elapsed`` after it was ``initial``."""
+        return initial
+
+    def observables(self) -> dict[str, Callable[[PyTree], PyTree]]:
+        """What is recorded by default beside the loss, as functions of the state."""
+        return {}
+
+    def target_strengths(self) -> Float[Array, " modes"] | None:
+        """The strengths at which the observable ``modes`` ends when all is learnt, if known."""
+        return None
+
+    def fastest_rate(self, state: PyTree) -> float | None:
+        """An estimate of the largest decay rate met on the way from ``state``, if known."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """The flow's name and numbers for the record of a run (plain JSON values)."""
+        return {"flow": type(self).__name__}

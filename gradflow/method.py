@@ -1,0 +1,146 @@
+"""The value object that says how to integrate, and the choice behind ``"auto"``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import diffrax
+import jax
+import jax.numpy as jnp
+
+from gradflow import _checks
+from gradflow.errors import ArgumentError
+from gradflow.flows.base import AbstractFlow
+from gradflow.solvers import kvaerno5
+
+__all__ = ["Method"]
+
+_NAMES = ("auto", "explicit", "implicit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """How to integrate.
+
+    Args:
+        solver: ``"explicit"`` (Tsitouras 5/4), ``"implicit"`` (Kvaerno 5/4, L-stable),
+            ``"auto"`` (the cheaper of the two by an estimate from the size of the state, the
+            fastest decay rate and the horizon), or any diffrax ODE solver.
+        rtol: relative tolerance per step; at least 10 times the round-off of the state's type.
+        atol: absolute tolerance per step, > 0. It should lie well below the weights of a small
+            start, see the warning of :func:`gradflow.simulate`.
+        max_steps: bound on the number of attempted steps; a run that meets it returns with
+            ``Status.MAX_STEPS``.
+        step_size: a fixed step instead of adaptive ones, needed by solvers without an error
+            estimate such as ``diffrax.Euler()``.
+
+    Raises:
+        ValueError: an unknown solver name, or a number out of range.
+    """
+
+    solver: str | diffrax.AbstractSolver = "auto"
+    rtol: float = 1e-8
+    atol: float = 1e-10
+    max_steps: int = 1_000_000
+    step_size: float | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.solver, diffrax.AbstractSolver):
+            _checks.choice("solver", self.solver, _NAMES, " or a diffrax solver")
+        _checks.real_scalar("rtol", self.rtol, above=0, maximum=1)
+        _checks.real_scalar("atol", self.atol, above=0)
+        _checks.whole_number("max_steps", self.max_steps, 1)
+        if self.step_size is not None:
+            _checks.real_scalar("step_size", self.step_size, above=0)
+        elif _lacks_error_estimate(self.solver):
+            raise ArgumentError(
+                "solver",
+                f"{type(self.solver).__name__}, which has no error estimate",
+                "it needs a fixed step: Method(solver=..., step_size=0.01)",
+            )
+
+
+def _lacks_error_estimate(solver: Any) -> bool:
+    tableau = getattr(solver, "tableau", None)
+    if tableau is not None:
+        return getattr(tableau, "b_error", None) is None
+    return isinstance(solver, (diffrax.Euler, diffrax.LeapfrogMidpoint, diffrax.SemiImplicitEuler))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A solver, its name, why it was picked, and whether its steps must land on saved times."""
+
+    solver: diffrax.AbstractSolver
+    name: str
+    reason: str
+    land_on_saves: bool
+    evaluations_per_step: int | None
+
+
+def choose(method: Method, flow: AbstractFlow, state: Any, horizon: float | None) -> Chosen:
+    """The diffrax solver that ``method`` means for this flow, start and horizon."""
+    if isinstance(method.solver, diffrax.AbstractSolver):
+        solver, reason = method.solver, "given"
+    elif method.solver == "auto":
+        solver, reason = _cheaper(flow, state, horizon)
+    else:
+        solver = diffrax.Tsit5() if method.solver == "explicit" else kvaerno5()
+        reason = f"solver={method.solver!r}"
+    return Chosen(
+        solver,
+        type(solver).__name__,
+        reason,
+        method.step_size is None and _interpolates_poorly(solver),
+        _evaluations_per_step(solver),
+    )
+
+
+# A stage evaluation costs a few microseconds in dispatch and about 1 ns per multiply-add; an
+# implicit step factors the n × n Jacobian about seven times, at 0.2 ns per multiply-add and
+# 10 ns per Jacobian entry. Only the ratio matters, and only to a factor of about two.
+def _cheaper(
+    flow: AbstractFlow, state: Any, horizon: float | None
+) -> tuple[diffrax.AbstractSolver, str]:
+    rate = flow.fastest_rate(state)
+    if rate is None or horizon is None:
+        return diffrax.Tsit5(), "auto: explicit, because no bound on the fastest rate is known"
+    size = sum(leaf.size for leaf in jax.tree.leaves(state))
+    # 3.3 is the length of Tsit5's real stability interval; 300 steps is what accuracy asks of
+    # either kind at the default tolerances.
+    stiff_steps = rate * horizon / 3.3
+    explicit = max(stiff_steps, 300) * 6 * (4e-6 + 6e-9 * size)
+    implicit = 600 * (1e-3 + 7 * (2e-10 * size**3 / 3 + 1e-8 * size**2))
+    measured = (
+        f"fastest rate about {rate:.3g}, so about {stiff_steps:.2g} explicit steps for stability, "
+        f"and {size} unknowns"
+    )
+    if explicit <= implicit:
+        return diffrax.Tsit5(), f"auto: explicit ({measured})"
+    return kvaerno5(), f"auto: implicit ({measured})"
+
+
+def _interpolates_poorly(solver: diffrax.AbstractSolver) -> bool:
+    """Whether dense output is less accurate than the steps, so that steps must land on saves."""
+    cubic = getattr(type(solver), "interpolation_cls", None)
+    name = getattr(getattr(cubic, "func", cubic), "__qualname__", "")
+    order = getattr(solver, "order", lambda _: None)(None)
+    return "ThirdOrderHermite" in name and (order is None or order > 4)
+
+
+def _evaluations_per_step(solver: diffrax.AbstractSolver) -> int | None:
+    """Right-hand sides per attempted step of an explicit Runge–Kutta method; else unknown."""
+    if isinstance(solver, diffrax.Euler):
+        return 1
+    if not isinstance(solver, diffrax.AbstractERK):
+        return None
+    tableau = solver.tableau
+    return int(tableau.num_stages) - int(bool(tableau.fsal))
+
+
+def working_type(flow: AbstractFlow, state: Any) -> Any:
+    """The floating point type that holds both the flow's numbers and the state."""
+    leaves = [x for x in jax.tree.leaves((flow, state)) if hasattr(x, "dtype")]
+    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.result_type(*floats)

@@ -1,0 +1,1 @@
+"""Pictures: take ``ax=``, return axes."""
