@@ -4,6 +4,7 @@ from gradflow import datasets as datasets
 from gradflow import errors as errors
 from gradflow import initialize as initialize
 from gradflow import observables as observables
+from gradflow import provenance as provenance
 from gradflow import testing as testing
 from gradflow.descend import descend as descend
 from gradflow.flows import AbstractFlow as AbstractFlow

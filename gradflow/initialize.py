@@ -130,7 +130,7 @@ def from_product(
         ]
     bases = [Vt[:rank].T, *(q[:, :rank] for q in hidden), U[:, :rank]]
     strengths = values[:rank] ** (1.0 / depth)
-    return _network((bases[i + 1] * strengths) @ bases[i].T for i in range(depth))
+    return _network((bases[i + 1] * strengths[None, :]) @ bases[i].T for i in range(depth))
 
 
 def lambda_balanced(
@@ -164,7 +164,7 @@ def lambda_balanced(
     keys = jax.random.split(key, len(widths))
     bases = [jax.random.orthogonal(k, d) for k, d in zip(keys, widths, strict=True)]
     return _network(
-        (bases[i + 1][:, : len(a)] * jnp.asarray(a)) @ bases[i][:, : len(a)].T
+        (bases[i + 1][:, : len(a)] * jnp.asarray(a)[None, :]) @ bases[i][:, : len(a)].T
         for i, a in enumerate(diagonals)
     )
 
@@ -252,7 +252,7 @@ def decoupled(
     for i in range(depth):
         left = U[:, :rank] if i == depth - 1 else jnp.eye(widths[i + 1], rank, dtype=U.dtype)
         right = V[:, :rank] if i == 0 else jnp.eye(widths[i], rank, dtype=V.dtype)
-        layers.append((left * entries[i]) @ right.T)
+        layers.append((left * entries[i][None, :]) @ right.T)
     return _network(layers)
 
 

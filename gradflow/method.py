@@ -135,7 +135,7 @@ def _evaluations_per_step(solver: diffrax.AbstractSolver) -> int | None:
         return 1
     if not isinstance(solver, diffrax.AbstractERK):
         return None
-    tableau = solver.tableau
+    tableau: Any = solver.tableau
     return int(tableau.num_stages) - int(bool(tableau.fsal))
 
 

@@ -78,7 +78,7 @@ def _factorise(covariance: Any) -> _Factors:
     safe = xp.where(kept, values, 1.0)
 
     def rebuilt(spectrum):
-        return (vectors * xp.where(kept, spectrum, 0.0)) @ vectors.T
+        return (vectors * xp.where(kept, spectrum, 0.0)[None, :]) @ vectors.T
 
     return _Factors(
         root=rebuilt(xp.sqrt(safe)),
@@ -312,17 +312,17 @@ class Problem(eqx.Module):
         W = self._fitting(W)
         if self.loss_function is not None:
             return self.loss_function(W)
+        _, optimum = self._quadratic()
         # A sum of squares, so that no cancellation can bring it below the infimum.
-        return 0.5 * jnp.sum(self.whitened(W - self.optimum) ** 2) + self.irreducible_loss
+        return 0.5 * jnp.sum(self.whitened(W - optimum) ** 2) + self.irreducible_loss
 
     def residual(self, W: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         """``R = −∇ℓ(W)``, for the quadratic loss ``C_yx − W C_x``; shape ``(d_h, d_0)``."""
         W = self._fitting(W)
         if self.loss_function is not None:
             return -jax.grad(self.loss_function)(W)
-        if self.input_covariance is None:
-            return self.target - W
-        return self.target - W @ self.input_covariance
+        target, _ = self._quadratic()
+        return target - (W if self.input_covariance is None else W @ self.input_covariance)
 
     def whitened(self, W: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         """The map in the whitened frame, ``W C_x^{1/2}``; ``W`` itself for whitened inputs."""
@@ -335,11 +335,11 @@ class Problem(eqx.Module):
         Raises:
             ValueError: the problem is given by a loss and has no target.
         """
-        return jnp.linalg.svd(self.whitened(self._optimum()), compute_uv=False)
+        return jnp.linalg.svd(self.whitened(self._quadratic()[1]), compute_uv=False)
 
     def singular_bases(self) -> tuple[Float[Array, "d_out r"], Float[Array, "d_in r"]]:
         """Left and right singular vectors of the target in the whitened frame, as columns."""
-        left, _, right = jnp.linalg.svd(self.whitened(self._optimum()), full_matrices=False)
+        left, _, right = jnp.linalg.svd(self.whitened(self._quadratic()[1]), full_matrices=False)
         return left, right.T
 
     def canonical(self) -> tuple[Problem, Float[Array, "d_out d_out"], Float[Array, "d_in d_in"]]:
@@ -354,21 +354,20 @@ class Problem(eqx.Module):
         Raises:
             ValueError: the problem is given by a loss and has no target.
         """
-        self._optimum()
-        target = self.target
+        target, optimum = self._quadratic()
         U, values, Vt = jnp.linalg.svd(target, full_matrices=True)
         V = Vt.T
         rank_bound = values.shape[0]
         diagonal = jnp.arange(rank_bound)
         covariance, root = self.input_covariance, self.covariance_root
-        if covariance is not None:
+        if covariance is not None and root is not None:
             # The basis of the target's kernel is free: choose it to diagonalise C_x there.
             kernel = V[:, rank_bound:]
             _, turn = jnp.linalg.eigh(kernel.T @ covariance @ kernel)
             V = V.at[:, rank_bound:].set(kernel @ turn[:, ::-1])
             covariance, root = V.T @ covariance @ V, V.T @ root @ V
         new = jnp.zeros_like(target).at[diagonal, diagonal].set(values)
-        optimum = new if covariance is None else U.T @ self.optimum @ V
+        optimum = new if covariance is None else U.T @ optimum @ V
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields |= {
             "target": new,
@@ -455,14 +454,15 @@ class Problem(eqx.Module):
             raise ShapeError("W", f"shape {W.shape}", f"this problem needs shape {self.shape}")
         return W
 
-    def _optimum(self) -> Array:
-        if self.optimum is None:
+    def _quadratic(self) -> tuple[Array, Array]:
+        """Target and optimum, which a problem given by a loss does not have."""
+        if self.target is None or self.optimum is None:
             raise ArgumentError(
                 "problem",
                 "a problem given by a loss",
                 "it has no target: use Problem(target), from_data or from_singular_values",
             )
-        return self.optimum
+        return self.target, self.optimum
 
     def __repr__(self) -> str:
         d_out, d_in = self.shape

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradflow._provenance import git_revision, versions
+from gradflow.provenance import git_revision, versions
 from gradflow.errors import ArgumentError
 from gradflow.trajectory import Trajectory
 
@@ -131,7 +131,7 @@ def load(path: str | Path) -> Trajectory:
         raise ArgumentError(
             "path", f"{path}", f"it must be a trajectory saved by gradflow (format {_FORMAT})"
         )
-    if dataset["time"].dtype == np.float64 and not jax.config.jax_enable_x64:
+    if dataset["time"].dtype == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ArgumentError(
             "path",
             f"{path}, which holds float64 numbers",
@@ -144,8 +144,8 @@ def load(path: str | Path) -> Trajectory:
     kind = dataset.attrs["state_type"]
     names = [
         name.removeprefix("final_")
-        for name in dataset.data_vars
-        if str(name).startswith("final_") and name not in _FINAL
+        for name in map(str, dataset.data_vars)
+        if name.startswith("final_") and name not in _FINAL
     ]
     stored = all(name in dataset for name in names)
     states = _unpack(kind, {name: array(name) for name in names}) if stored else None

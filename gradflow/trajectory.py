@@ -136,7 +136,7 @@ class Trajectory(eqx.Module):
     @property
     def stats(self) -> Stats:
         """Steps, evaluations, seconds, and which solver ran and why."""
-        counts = np.asarray(self.step_counts)
+        counts: Any = np.asarray(self.step_counts)
         accepted, rejected = counts[..., 0], counts[..., 1]
         steps = accepted + rejected
         evaluations = (

@@ -154,15 +154,14 @@ class GradientFlow(AbstractFlow):
         problem = self.problem
         if problem.optimum is None or not _checks.is_concrete(state, problem):
             return None
-        weights = [np.asarray(w, dtype=float) for w in state.weights]
         curvature = 1.0
         if problem.input_covariance is not None:
             curvature = float(np.linalg.norm(np.asarray(problem.input_covariance), 2))
-        depth = len(weights)
+        weights, depth = state.weights, state.depth
         here = 0.0
         for layer in range(depth):
             sides = [side for side in (weights[layer + 1 :], weights[:layer]) if side]
-            norms = [np.linalg.norm(np.asarray(consecutive_product(side)), 2) for side in sides]
+            norms = [np.linalg.norm(consecutive_product(side), 2) for side in sides]
             here += float(np.prod(norms)) ** 2
         strongest = float(np.linalg.norm(np.asarray(problem.optimum), 2))
         there = depth * strongest ** (2 - 2 / depth)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix
 
 __all__ = ["GuardedSteps"]
 
@@ -27,13 +27,10 @@ class GuardedSteps(diffrax.AbstractAdaptiveStepSizeController):
     atol: Any
     # For fixed steps: the loss, whose overflow comes before that of the state.
     loss: Callable[[Any], Any] | None
-
-    @property
-    def norm(self) -> Any:
-        return optimistix.rms_norm
+    norm: Callable[[Any], Any]
 
     def wrap(self, direction: Any) -> GuardedSteps:
-        return GuardedSteps(self.controller.wrap(direction), self.rtol, self.atol, self.loss)
+        return eqx.tree_at(lambda s: s.controller, self, self.controller.wrap(direction))
 
     def init(self, terms, t0, t1, y0, dt0, args, func, error_order):
         return self.controller.init(terms, t0, t1, y0, dt0, args, func, error_order)
@@ -43,13 +40,13 @@ class GuardedSteps(diffrax.AbstractAdaptiveStepSizeController):
             t0, t1, y0, y1_candidate, args, y_error, error_order, state
         )
         leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(y1_candidate)]
-        finite = jnp.stack(leaves).all()
+        finite: Any = jnp.stack(leaves).all()
         if self.loss is not None:
             finite = finite & jnp.isfinite(self.loss(y1_candidate))
             failed = ~finite
             next_t0 = jnp.where(finite, next_t0, t0)
         else:
-            advance = 2 * jnp.finfo(next_t0.dtype).eps * jnp.abs(next_t0)
+            advance = 2 * jnp.finfo(jnp.result_type(next_t0)).eps * jnp.abs(next_t0)
             failed = ~(next_t1 - next_t0 > advance)
         result = diffrax.RESULTS.where(failed, diffrax.RESULTS.dt_min_reached, result)
         return keep & finite, next_t0, next_t1, made_jump, state, result
