@@ -179,7 +179,11 @@ class LinearNetwork(eqx.Module):
         if not hasattr(first, "shape"):
             return f"LinearNetwork({self.depth} layers)"
         batch = f", batch={first.shape[:-2]}" if first.ndim > 2 else ""
-        return f"LinearNetwork(widths={self.widths}, {first.dtype}{batch})"
+        widths = str(self.widths)
+        if self.depth > 8:
+            widths = f"({', '.join(map(str, self.widths[:3]))}, ..., {self.widths[-1]}), "
+            widths += f"{self.depth} layers"
+        return f"LinearNetwork(widths={widths}, {first.dtype}{batch})"
 
 
 def consecutive_product(weights: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:

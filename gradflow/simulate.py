@@ -291,6 +291,8 @@ def _save_times(save: Any, t0: Any, t1: Any, dtype: Any) -> Array:
         )
     if np.ndim(save) == 0:
         return _spread(np.linspace(0.0, 1.0, _checks.whole_number("save", save, 2)), t0, t1, dtype)
+    if hasattr(save, "dtype") and jnp.issubdtype(save.dtype, jnp.integer):
+        save = jnp.asarray(save, dtype)  # whole times are times
     times = _checks.real_array("save", save, ndim=1).astype(dtype)
     if _checks.is_concrete(times, t0, t1):
         host = np.asarray(times)

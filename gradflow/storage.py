@@ -24,7 +24,7 @@ _LONG_NAMES = {
     "loss": "loss",
     "gradient_norm": "norm of the gradient of the loss",
     "law_drift": "largest change of each conserved matrix since the start",
-    "singular_values": "singular values of the end-to-end map in the whitened frame",
+    "singular_values": "singular values of the end-to-end map",
     "modes": "strengths of the end-to-end map along the data's singular vectors",
     "balancedness": "largest Frobenius norm of the conserved matrices",
 }

@@ -122,7 +122,7 @@ class Trajectory(eqx.Module):
 
     @property
     def singular_values(self) -> Float[Array, "..."]:
-        """Singular values of the end-to-end map (in the whitened frame), ``(times, r)``."""
+        """Singular values of the end-to-end map, shape ``(times, r)``, descending."""
         return self["singular_values"]
 
     @property
@@ -272,9 +272,10 @@ class Trajectory(eqx.Module):
             f"  loss {first}{float(self.final_loss):.4g}, "
             f"gradient norm {float(self.final_gradient_norm):.3g}",
         ]
-        if self.recorded["law_drift"].shape[-1] and len(self.ts):
+        laws = self.recorded["law_drift"].shape[-1]
+        if laws and len(self.ts):
+            drift = float(jnp.max(self["drift"]))
             lines.append(
-                f"  conserved laws: {self.recorded['law_drift'].shape[-1]} matrices, "
-                f"largest drift {float(jnp.max(self['drift'])):.2g}"
+                f"  {laws} conserved {'law' if laws == 1 else 'laws'}, largest drift {drift:.2g}"
             )
         return "\n".join(lines)

@@ -119,14 +119,14 @@ class GradientFlow(AbstractFlow):
         return state
 
     def observables(self) -> dict[str, Callable[[LinearNetwork], Any]]:
-        """``singular_values`` of the end-to-end map in the whitened frame; ``balancedness``, the
-        largest ``‖C_i‖_F``; and, where the problem has a target, ``modes``: the map's strengths
-        ``u_jᵀ W v_j`` along the target's singular vectors.
+        """``singular_values`` of the end-to-end map; ``balancedness``, the largest ``‖C_i‖_F``;
+        and, where the problem has a target, ``modes``: the map's strengths ``u_jᵀ W C_x^{1/2} v_j``
+        along the target's singular vectors in the whitened frame.
         """
         problem = self.problem
 
         def singular_values(state):
-            return jnp.linalg.svd(problem.whitened(state.end_to_end()), compute_uv=False)
+            return jnp.linalg.svd(state.end_to_end(), compute_uv=False)
 
         chosen: dict[str, Callable[[LinearNetwork], Any]] = {
             "singular_values": singular_values,
