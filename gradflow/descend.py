@@ -16,7 +16,7 @@ from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
 from gradflow.method import working_type
-from gradflow.recording import Recorder, check_observe
+from gradflow.recording import Recorder, check_observe, tree_norm
 from gradflow.trajectory import Status, Trajectory
 
 __all__ = ["descend"]
@@ -125,33 +125,40 @@ def _descend(
     record = Recorder(flow, observe, state, jnp.zeros_like(learning_rate))
 
     def one_step(carry, _):
-        x, velocity, count, alive = carry
-        t = count * learning_rate
-        rate = flow.vector_field(t, x)
+        x, velocity, rate, count, alive = carry
         new_velocity = jax.tree.map(lambda v, f: momentum * v + learning_rate * f, velocity, rate)
         new = jax.tree.map(lambda a, v: a + v, x, new_velocity)
-        # An overflow freezes the run at its last finite state.
-        alive = alive & jnp.isfinite(flow.loss(new))
-        x, velocity = jax.tree.map(
-            lambda a, b: jnp.where(alive, a, b), (new, new_velocity), (x, velocity)
+        new_rate = flow.vector_field((count + 1) * learning_rate, new)
+        # An overflow freezes the run at its last state with finite numbers.
+        alive = alive & jnp.isfinite(flow.loss(new)) & jnp.isfinite(tree_norm(new_rate))
+        x, velocity, rate = jax.tree.map(
+            lambda a, b: jnp.where(alive, a, b),
+            (new, new_velocity, new_rate),
+            (x, velocity, rate),
         )
-        return (x, velocity, count + alive, alive), None
+        return (x, velocity, rate, count + alive, alive), None
 
     def walk(carry, length):
         return jax.lax.scan(one_step, carry, None, length=length)[0]
 
     def row(carry):
-        x, _, count, _ = carry
+        x, _, _, count, _ = carry
         t = count * learning_rate
         return t, (x if save_states else None), record(t, x)
 
     def block(carry, _):
         carry = walk(carry, save_every)
-        return carry, (row(carry), carry[3])
+        return carry, (row(carry), carry[-1])
 
     first = record(jnp.zeros_like(learning_rate), state)
     healthy = jnp.isfinite(first["loss"]) & jnp.isfinite(first["gradient_norm"])
-    start = (state, jax.tree.map(jnp.zeros_like, state), jnp.asarray(0), healthy)
+    start = (
+        state,
+        jax.tree.map(jnp.zeros_like, state),
+        flow.vector_field(jnp.zeros_like(learning_rate), state),
+        jnp.asarray(0),
+        healthy,
+    )
     carry, (rows, alive) = jax.lax.scan(block, start, None, length=blocks)
     carry = walk(carry, rest)
     times, states, recorded = jax.tree.map(
@@ -160,7 +167,7 @@ def _descend(
         rows,
         row(carry),
     )
-    final, _, count, alive_at_end = carry
+    final, _, _, count, alive_at_end = carry
     last = record(count * learning_rate, final)
     # Rows to keep: the start, the blocks that ended alive, and the last state if it is further.
     kept = jnp.sum(alive)

@@ -385,19 +385,17 @@ def _shift_size(base: list[Array], shift: list[Array], delta: Any) -> Array:
         )
     c2, c3, c4 = jnp.stack(coefficients).T
 
-    def norm_squared(size):
-        return jnp.max(((c4 * size + c3) * size + c2) * size**2)
+    def imbalance(size):
+        return size * jnp.sqrt(jnp.max((c4 * size + c3) * size + c2))
 
     upper = jnp.where(delta > 0, 1.0, 0.0)
-    upper = jax.lax.while_loop(
-        lambda size: norm_squared(size) < delta**2, lambda size: 2 * size, upper
-    )
+    upper = jax.lax.while_loop(lambda size: imbalance(size) < delta, lambda size: 2 * size, upper)
 
     # Bisection down to neighbouring floats; it also copes with a quartic that is not monotone.
     def halve(ends):
         left, right = ends
         middle = 0.5 * (left + right)
-        below = norm_squared(middle) < delta**2
+        below = imbalance(middle) < delta
         return jnp.where(below, middle, left), jnp.where(below, right, middle)
 
     def apart(ends):

@@ -13,7 +13,7 @@ from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
 
-__all__ = ["Recorder", "check_observe", "rate_norm"]
+__all__ = ["Recorder", "check_observe", "rate_norm", "tree_norm"]
 
 Observe = Mapping[str, Callable[[PyTree], PyTree]]
 _ALWAYS = ("loss", "gradient_norm", "law_drift", "drift", "time")
@@ -46,8 +46,12 @@ def check_observe(observe: Observe | None, flow: AbstractFlow) -> dict[str, Call
 
 def rate_norm(flow: AbstractFlow, t: Any, state: PyTree) -> Float[Array, ""]:
     """``‖f(t, x)‖``, the Euclidean norm over all entries: the norm of the gradient."""
-    squares = [jnp.sum(leaf**2) for leaf in jax.tree.leaves(flow.vector_field(t, state))]
-    return jnp.sqrt(sum(squares))
+    return tree_norm(flow.vector_field(t, state))
+
+
+def tree_norm(tree: PyTree) -> Float[Array, ""]:
+    """The Euclidean norm over all entries of all arrays."""
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
 class Recorder:

@@ -175,7 +175,7 @@ def _integrate(
         rtol=rtol,
         atol=atol,
         norm=optimistix.rms_norm,
-        loss=flow.loss if fixed else None,
+        size=(lambda y: flow.loss(y) + rate_norm(flow, t0, y)) if fixed else None,
     )
     if land_on_saves:
         controller = diffrax.ClipStepSizeController(controller, step_ts=grid)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradflow.provenance import git_revision, versions
 from gradflow.errors import ArgumentError
+from gradflow.provenance import git_revision, versions
 from gradflow.trajectory import Trajectory
 
 __all__ = ["load", "save", "to_xarray"]

@@ -25,8 +25,8 @@ class GuardedSteps(diffrax.AbstractAdaptiveStepSizeController):
     # Also for fixed steps: implicit solvers take the tolerance of their iteration from here.
     rtol: Any
     atol: Any
-    # For fixed steps: the loss, whose overflow comes before that of the state.
-    loss: Callable[[Any], Any] | None
+    # For fixed steps: a number of the state (loss, gradient) that overflows before the state does.
+    size: Callable[[Any], Any] | None
     norm: Callable[[Any], Any]
 
     def wrap(self, direction: Any) -> GuardedSteps:
@@ -41,8 +41,8 @@ class GuardedSteps(diffrax.AbstractAdaptiveStepSizeController):
         )
         leaves = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(y1_candidate)]
         finite: Any = jnp.stack(leaves).all()
-        if self.loss is not None:
-            finite = finite & jnp.isfinite(self.loss(y1_candidate))
+        if self.size is not None:
+            finite = finite & jnp.isfinite(self.size(y1_candidate))
             failed = ~finite
             next_t0 = jnp.where(finite, next_t0, t0)
         else:
