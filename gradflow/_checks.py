@@ -55,9 +55,11 @@ def real_array(
             )
         array = value
     else:
-        leaves = jax.tree.leaves(value)
+        leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is None)
         if any(isinstance(leaf, complex) for leaf in leaves):
             raise ArgumentError(name, "complex numbers", "it must hold real floats")
+        if any(leaf is None for leaf in leaves):  # which numpy would read as nan
+            raise ArgumentError(name, describe(value), "it must be an array of real numbers")
         try:
             convert = np.asarray if is_concrete(value) else jnp.asarray
             array = convert(value, dtype=float)
