@@ -1,14 +1,20 @@
 """Gradient flows of deep linear networks: simulate them, and see what they learn."""
 
+from typing import Any
+
 from gradflow import datasets as datasets
 from gradflow import errors as errors
+from gradflow import exact as exact
 from gradflow import initialize as initialize
+from gradflow import losses as losses
 from gradflow import observables as observables
 from gradflow import provenance as provenance
 from gradflow import testing as testing
 from gradflow.descend import descend as descend
 from gradflow.flows import AbstractFlow as AbstractFlow
+from gradflow.flows import EndToEndFlow as EndToEndFlow
 from gradflow.flows import GradientFlow as GradientFlow
+from gradflow.flows import ModeFlow as ModeFlow
 from gradflow.method import Method as Method
 from gradflow.network import LinearNetwork as LinearNetwork
 from gradflow.network import adjacency_flow as adjacency_flow
@@ -22,7 +28,7 @@ from gradflow.trajectory import Trajectory as Trajectory
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     # matplotlib takes long to import and is not needed to integrate.
     if name == "plot":
         from gradflow import plotting

@@ -17,7 +17,7 @@ from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
 from gradflow.method import working_type
 from gradflow.recording import Recorder, check_observe, tree_norm
-from gradflow.trajectory import Status, Trajectory
+from gradflow.trajectory import Status, Trajectory, describe_state
 
 __all__ = ["descend"]
 
@@ -96,7 +96,7 @@ def descend(
         config=json.dumps(
             {
                 **flow.describe(),
-                "state": repr(state) if _checks.is_concrete(state) else "traced",
+                "state": describe_state(state),
                 "t0": 0.0,
                 "t1": plain(end),
                 "learning_rate": plain(learning_rate),

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "BalanceError",
+    "BalanceWarning",
     "GradflowError",
     "PatternError",
     "PrecisionError",
@@ -54,6 +55,10 @@ class BalanceError(ArgumentError):
 
 class PrecisionError(ArgumentError):
     """The requested accuracy is out of reach of the floating point type."""
+
+
+class BalanceWarning(UserWarning):
+    """A balanced theory is applied to a start that is not balanced."""
 
 
 class PrecisionWarning(UserWarning):

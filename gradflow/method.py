@@ -86,7 +86,7 @@ def choose(method: Method, flow: AbstractFlow, state: Any, horizon: float | None
     elif method.solver == "auto":
         solver, reason = _cheaper(flow, state, horizon)
     else:
-        solver = diffrax.Tsit5() if method.solver == "explicit" else kvaerno5()
+        solver = diffrax.Tsit5() if method.solver == "explicit" else _implicit(flow, state)
         reason = f"solver={method.solver!r}"
     return Chosen(
         solver,
@@ -118,7 +118,14 @@ def _cheaper(
     )
     if explicit <= implicit:
         return diffrax.Tsit5(), f"auto: explicit ({measured})"
-    return kvaerno5(), f"auto: implicit ({measured})"
+    return _implicit(flow, state), f"auto: implicit ({measured})"
+
+
+def _implicit(flow: AbstractFlow, state: Any) -> diffrax.AbstractSolver:
+    strengths = flow.target_strengths()
+    sizes = [*jax.tree.leaves(state), *([] if strengths is None else [strengths])]
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in sizes]))
+    return kvaerno5(floor=64 * jnp.finfo(largest.dtype).eps * largest)
 
 
 def _interpolates_poorly(solver: diffrax.AbstractSolver) -> bool:

@@ -307,7 +307,7 @@ class Problem(eqx.Module):
             input_rank=None,
         )
 
-    def loss(self, W: Float[Array, "d_out d_in"]) -> Float[Array, ""]:
+    def loss(self, W: ArrayLike) -> Float[Array, ""]:
         """``ℓ(W)`` ≥ 0 (for :meth:`from_loss`: as given), a scalar."""
         W = self._fitting(W)
         if self.loss_function is not None:
@@ -316,7 +316,7 @@ class Problem(eqx.Module):
         # A sum of squares, so that no cancellation can bring it below the infimum.
         return 0.5 * jnp.sum(self.whitened(W - optimum) ** 2) + self.irreducible_loss
 
-    def residual(self, W: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
+    def residual(self, W: ArrayLike) -> Float[Array, "d_out d_in"]:
         """``R = −∇ℓ(W)``, for the quadratic loss ``C_yx − W C_x``; shape ``(d_h, d_0)``."""
         W = self._fitting(W)
         if self.loss_function is not None:
@@ -438,6 +438,12 @@ class Problem(eqx.Module):
             gap > 1e-10, gap, f"smallest gap is {gap:.3g} of the largest value"
         )
         return checks
+
+    def largest_curvature(self) -> float:
+        """``λ_max(C_x)``, the largest Hessian eigenvalue of the quadratic loss in W."""
+        if self.input_covariance is None:
+            return 1.0
+        return float(np.linalg.norm(self.input_covariance, 2))
 
     def check_widths(self, widths: tuple[int, ...]) -> None:
         """Raise ``ValueError`` unless the end-to-end map of ``widths`` has this problem's shape."""

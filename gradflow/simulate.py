@@ -23,7 +23,7 @@ from gradflow.flows.base import AbstractFlow
 from gradflow.method import Method, choose, working_type
 from gradflow.recording import Recorder, check_observe, rate_norm
 from gradflow.solvers import GuardedSteps
-from gradflow.trajectory import Status, Trajectory
+from gradflow.trajectory import Status, Trajectory, describe_state
 
 __all__ = ["simulate"]
 
@@ -344,7 +344,7 @@ def _configuration(flow, state, t0, t1, save, method, stop_gradient_norm) -> str
     return json.dumps(
         {
             **flow.describe(),
-            "state": repr(state) if _checks.is_concrete(state) else "traced",
+            "state": describe_state(state),
             "t0": plain(t0),
             "t1": plain(t1),
             "save": save if isinstance(save, (int, str)) else "array",

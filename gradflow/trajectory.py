@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from gradflow import _checks, observables
 from gradflow.errors import ArgumentError, ShapeError
 
-__all__ = ["Stats", "Status", "Trajectory"]
+__all__ = ["Stats", "Status", "Trajectory", "describe_state"]
 
 
 class Status(enum.IntEnum):
@@ -49,6 +49,13 @@ _MESSAGES = {
         "learning_rate, a smaller start, or a loss that is bounded below"
     ),
 }
+
+
+def describe_state(state: PyTree) -> str:
+    """A state in a few words, for the record of a run."""
+    if not _checks.is_concrete(state):
+        return "traced"
+    return f"array of shape {state.shape}" if hasattr(state, "shape") else repr(state)
 
 
 class Stats(NamedTuple):

@@ -16,7 +16,13 @@ from gradflow.flows.base import AbstractFlow
 from gradflow.network import LinearNetwork, consecutive_product
 from gradflow.problem import Problem
 
-__all__ = ["GradientFlow", "interior_commutators", "largest_imbalance", "layer_gradients"]
+__all__ = [
+    "GradientFlow",
+    "interior_commutators",
+    "largest_imbalance",
+    "layer_gradients",
+    "problem_observables",
+]
 
 
 def layer_gradients(
@@ -55,6 +61,24 @@ def largest_imbalance(weights: tuple[Array, ...]) -> Float[Array, ""]:
     """``max_i ‖C_i‖_F``, 0 for a single layer."""
     norms = [jnp.linalg.norm(c) for c in interior_commutators(weights)]
     return jnp.max(jnp.stack(norms)) if norms else jnp.zeros((), weights[0].dtype)
+
+
+def problem_observables(
+    problem: Problem, end_to_end: Callable[[Any], Array]
+) -> dict[str, Callable[[Any], Array]]:
+    """``singular_values`` of the map and, where there is a target, its ``modes``."""
+
+    def singular_values(state):
+        return jnp.linalg.svd(end_to_end(state), compute_uv=False)
+
+    if problem.target is None:
+        return {"singular_values": singular_values}
+    left, right = problem.singular_bases()
+
+    def modes(state):
+        return jnp.sum(left * (problem.whitened(end_to_end(state)) @ right), axis=0)
+
+    return {"singular_values": singular_values, "modes": modes}
 
 
 class GradientFlow(AbstractFlow):
@@ -123,23 +147,10 @@ class GradientFlow(AbstractFlow):
         and, where the problem has a target, ``modes``: the map's strengths ``u_jᵀ W C_x^{1/2} v_j``
         along the target's singular vectors in the whitened frame.
         """
-        problem = self.problem
-
-        def singular_values(state):
-            return jnp.linalg.svd(state.end_to_end(), compute_uv=False)
-
-        chosen: dict[str, Callable[[LinearNetwork], Any]] = {
-            "singular_values": singular_values,
+        return {
+            **problem_observables(self.problem, LinearNetwork.end_to_end),
             "balancedness": lambda state: largest_imbalance(state.weights),
         }
-        if problem.target is not None:
-            left, right = problem.singular_bases()
-
-            def modes(state):
-                return jnp.sum(left * (problem.whitened(state.end_to_end()) @ right), axis=0)
-
-            chosen["modes"] = modes
-        return chosen
 
     def target_strengths(self) -> Float[Array, " modes"] | None:
         return None if self.problem.target is None else self.problem.singular_values
@@ -154,9 +165,6 @@ class GradientFlow(AbstractFlow):
         problem = self.problem
         if problem.optimum is None or not _checks.is_concrete(state, problem):
             return None
-        curvature = 1.0
-        if problem.input_covariance is not None:
-            curvature = float(np.linalg.norm(np.asarray(problem.input_covariance), 2))
         weights, depth = state.weights, state.depth
         here = 0.0
         for layer in range(depth):
@@ -165,7 +173,7 @@ class GradientFlow(AbstractFlow):
             here += float(np.prod(norms)) ** 2
         strongest = float(np.linalg.norm(np.asarray(problem.optimum), 2))
         there = depth * strongest ** (2 - 2 / depth)
-        return curvature * max(here, there) + float(self.weight_decay)
+        return problem.largest_curvature() * max(here, there) + float(self.weight_decay)
 
     def describe(self) -> dict[str, Any]:
         decay = float(self.weight_decay) if _checks.is_concrete(self.weight_decay) else "traced"

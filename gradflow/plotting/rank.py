@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from jaxtyping import ArrayLike
 from matplotlib.axes import Axes
 
+from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.plotting._axes import axes_or_new, one_run
 from gradflow.plotting.style import TIME_LABEL
@@ -15,15 +17,19 @@ from gradflow.trajectory import Trajectory
 __all__ = ["effective_rank"]
 
 
-def effective_rank(traj: Trajectory, ax: Axes | None = None, **line: Any) -> Axes:
-    """Draw the effective rank of the end-to-end map against time, and the data's as a dashed line.
+def effective_rank(
+    traj: Trajectory, ax: Axes | None = None, *, targets: ArrayLike | None = None, **line: Any
+) -> Axes:
+    """Draw the effective rank of the end-to-end map against time.
 
-    The effective rank is ``exp(−Σ p_j ln p_j)``, ``p = σ/Σσ`` (Roy & Vetterli 2007), here of the
-    singular values in the whitened frame, where the data's are at home.
+    The effective rank is ``exp(−Σ p_j ln p_j)``, ``p = σ/Σσ`` (Roy & Vetterli 2007), as in
+    :func:`gradflow.observables.effective_rank`.
 
     Args:
         traj: one run with ``T`` saved times, fresh or loaded.
         ax: axes to draw on; those of a new figure if left out.
+        targets: singular values, shape ``(r,)``, whose effective rank is drawn dashed; those of
+            the data (``traj.targets``) are comparable if the inputs are whitened.
         line: passed on to ``ax.plot``: ``color=``, ``label=`` and so on.
 
     Returns:
@@ -41,8 +47,8 @@ def effective_rank(traj: Trajectory, ax: Axes | None = None, **line: Any) -> Axe
         )
     ax = axes_or_new(ax)
     (curve,) = ax.plot(traj.ts, _effective_rank(np.asarray(traj.singular_values)), **line)
-    if traj.targets is not None:
-        height = float(_effective_rank(np.asarray(traj.targets)))
+    if targets is not None:
+        height = float(_effective_rank(np.asarray(_checks.real_array("targets", targets, ndim=1))))
         ax.axhline(height, color=curve.get_color(), linestyle="--", linewidth=1.0, alpha=0.8)
     ax.set_xlabel(TIME_LABEL)
     ax.set_ylabel("effective rank of $W$")
