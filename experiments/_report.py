@@ -1,0 +1,40 @@
+"""How runs ended, one line each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+import gradflow as gf
+
+__all__ = ["run_lines"]
+
+
+def run_lines(runs: Mapping[str, gf.Trajectory | Sequence[gf.Trajectory]]) -> str:
+    """Status, steps, loss and drift of every run, for the attribute ``runs`` of a data set.
+
+    Args:
+        runs: by name, a run or several runs to be summed up in one line.
+    """
+    return "\n".join(
+        _line(name, [one] if isinstance(one, gf.Trajectory) else one) for name, one in runs.items()
+    )
+
+
+def _line(name: str, runs: Sequence[gf.Trajectory]) -> str:
+    counts = Counter(run.status.name for run in runs)
+    if len(runs) == 1:
+        status = runs[0].status.name
+    else:
+        status = ", ".join(f"{count} {status}" for status, count in counts.items())
+    solvers = "/".join(sorted({run.solver for run in runs}))
+    accepted = sum(run.stats.accepted for run in runs)
+    rejected = sum(run.stats.rejected for run in runs)
+    first, last = max(float(r.loss[0]) for r in runs), max(float(r.final_loss) for r in runs)
+    drift = max(float(np.max(gf.observables.conservation_drift(run))) for run in runs)
+    return (
+        f"{name}: {status}, {solvers}, {accepted} steps + {rejected} rejected, "
+        f"loss {first:.4g} -> {last:.4g}, largest drift {drift:.1e}"
+    )
