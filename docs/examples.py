@@ -28,7 +28,7 @@ def run(path: Path) -> list[tuple[tuple[int, int], str, str]]:
         if kind == "python":
             stdout = io.StringIO()
             with contextlib.redirect_stdout(stdout):
-                exec(compile(body, f"{path.name}", "exec"), namespace)  # noqa: S102
+                exec(compile(body, f"{path.name}", "exec"), namespace)
             printed = stdout.getvalue()
         elif printed is not None:
             found.append((block.span(2), body, printed))

@@ -113,7 +113,7 @@ def unbalanced_mode_time(
 
     With ``c = a² − b²``, ``r = √(c² + 4u²)`` and ``K = √(c² + 4s²)``,
 
-    .. math:: t = \frac1K \\Bigl[\\ln \frac{K + c + 2s (2u + r - c)/(2u + r + c)}
+    .. math:: t = \\frac1K \\Bigl[\\ln \\frac{K + c + 2s (2u + r - c)/(2u + r + c)}
        {c/(K + 2s) + 4s/(2u + r + c) - 1}\\Bigr]_{u_0}^{u}
 
     for c ≥ 0 (the layers are interchangeable), the logistic law at c = 0.
