@@ -1,0 +1,14 @@
+import os
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax
+import jaxtyping
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs here are small and run once: compiling them well takes longer than running them.
+jax.config.update("jax_disable_most_optimizations", True)
+
+# Array annotations of the whole library are checked on every call; before its first import.
+jaxtyping.install_import_hook("gradflow", "shapecheck.array_annotations_only")
