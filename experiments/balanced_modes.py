@@ -34,7 +34,7 @@ class Config:
     # Strength at the start of the mode with singular value 0.
     start_of_decay: float = 1.0
     # Numbers of layers; the last stands beside the infinite limit.
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 64)
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 64)
     # End of the runs, in scaled time h·t.
     scaled_end: float = 1e3
     # Relative tolerance of the solver; the absolute one is a hundredth of it.

@@ -44,7 +44,7 @@ class Config:
     # Number of δ between them, evenly spaced in the logarithm.
     deltas: int = 7
     # Number of random starts for each δ.
-    seeds: int = 24
+    seeds: int = 16
     # End of the runs, in units of the time at which the balanced theory has all modes learnt.
     horizon: float = 3.0
     # Relative tolerance of the solver; the absolute one is a ten-thousandth of it.

@@ -82,7 +82,7 @@ class LinearNetwork(eqx.Module):
         """The widths ``(d_0, …, d_h)``."""
         return (self.weights[0].shape[-1], *(w.shape[-2] for w in self.weights))
 
-    def end_to_end(self) -> Float[Array, "d_out d_in"]:
+    def end_to_end(self) -> Float[Array, "*batch d_out d_in"]:
         """The end-to-end map ``W_{1:h} = W_h ⋯ W_1``, shape ``(d_h, d_0)``."""
         return consecutive_product(self.weights)
 

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import COVARIANCE, TARGET, WIDTHS, log_cosh, problem, run, start
 
 import gradflow as gf
+from cases import COVARIANCE, TARGET, WIDTHS, log_cosh, problem, run, start
 
 NAN = np.array([[1.0, np.nan], [0.0, 1.0]])
 INF = np.array([[1.0, 0.0], [-np.inf, 1.0]])

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gradflow as gf
 from cases import (
     PROBLEMS,
     SAVES,
@@ -18,8 +20,6 @@ from cases import (
     run,
     start,
 )
-
-import gradflow as gf
 
 # Counted by Marcotte, Gribonval & Peyré (2023): D − dim Lie(V)(θ) at a generic point.
 COUNTS = [

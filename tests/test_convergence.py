@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SAVES, explicit
 
 import gradflow as gf
+from cases import SAVES, explicit
 
 # (widths, coloured inputs, number of problems): all depths from 1 to 5, fifty problems in all.
 FAMILIES = [

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gradflow as gf
 from cases import (
     COVARIANCE,
     EPS,
@@ -17,8 +19,6 @@ from cases import (
     run,
     start,
 )
-
-import gradflow as gf
 
 RATE = 0.02
 

@@ -27,11 +27,19 @@ from experiments.__main__ import main
 
 NAMES = [
     "adjacency_view",
+    "balanced_modes",
     "conservation",
     "digits",
+    "discrete_vs_flow",
+    "greedy_low_rank",
     "hierarchy",
+    "imbalance",
     "initialization_scale",
+    "lambda_balanced",
+    "losses_beyond_quadratic",
+    "regimes",
     "sequential_learning",
+    "two_layer_exact",
 ]
 
 TOY = '''

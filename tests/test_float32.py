@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from cases import TARGET, largest_error, run
 
 # Prints one JSON object; every case is judged by a test below.

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PROBLEMS, TARGET, WIDTHS, arrays, problem, random_network
 
 import gradflow as gf
+from cases import PROBLEMS, TARGET, WIDTHS, arrays, problem, random_network
 
 # Hidden widths do not matter to the branch d_h < d_0; the transposed problem takes the other.
 SHAPES = {"one_layer": (4, 3), "mixed": WIDTHS, "narrow": (4, 1, 3), "deep": (4, 3, 2, 5, 2, 3)}

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import COVARIANCE, EPS, TARGET, arrays, problem
 
 import gradflow as gf
+from cases import COVARIANCE, EPS, TARGET, arrays, problem
 
 WIDTHS = {
     "one_layer": (4, 3),

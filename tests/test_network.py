@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EPS, TARGET, WIDTHS, arrays, dense, node_block, random_network, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradflow as gf
+from cases import EPS, TARGET, WIDTHS, arrays, dense, node_block, random_network, start
 
 NETWORKS = {
     "single_layer": (3, 2),

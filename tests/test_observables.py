@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gradflow as gf
 from cases import (
     TARGET,
     WIDTHS,
@@ -14,8 +16,6 @@ from cases import (
     random_network,
     start,
 )
-
-import gradflow as gf
 
 STRENGTHS = np.array([3.0, 2.0, 1.0])
 START_STRENGTH = 1e-3

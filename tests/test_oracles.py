@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from cases import largest_error, log_slope, references
 
 import gradflow as gf
+from cases import largest_error, log_slope, references
 
 NAMES = sorted(references())
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import COVARIANCE, EPS, PROBLEMS, TARGET, WIDTHS, arrays, problem, start
 
 import gradflow as gf
+from cases import COVARIANCE, EPS, PROBLEMS, TARGET, WIDTHS, arrays, problem, start
 
 
 def data(samples=30, d_in=4, d_out=3, noise=0.3, seed=0):

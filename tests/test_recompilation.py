@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from cases import COVARIANCE, SAVES, TARGET, explicit, start
 
 import gradflow as gf
+from cases import COVARIANCE, SAVES, TARGET, explicit, start
 
 traces = []
 

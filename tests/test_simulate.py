@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gradflow as gf
 from cases import (
     SAVES,
     TARGET,
@@ -21,8 +23,6 @@ from cases import (
     run,
     start,
 )
-
-import gradflow as gf
 
 FLOW = gf.GradientFlow(problem("whitened"))
 METHOD = explicit(1e-8)

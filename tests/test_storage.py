@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray
-from cases import SAVES, WIDTHS, explicit, problem, run, start
 
 import gradflow as gf
+from cases import SAVES, WIDTHS, explicit, problem, run, start
 
 FLOW = gf.GradientFlow(problem("whitened"))
 

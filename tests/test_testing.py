@@ -4,9 +4,9 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import PROBLEMS, TARGET, arrays, problem, run, start
 
 import gradflow as gf
+from cases import PROBLEMS, TARGET, arrays, problem, run, start
 
 
 class Broken(gf.LinearNetwork):

@@ -33,7 +33,7 @@ _SETTINGS: dict[Any, Any] = {
     "axes.prop_cycle": cycler(color=_OKABE_ITO),
     "lines.linewidth": 1.8,
     "legend.frameon": False,
-    "savefig.dpi": 130,
+    "savefig.dpi": 115,
 }
 
 
