@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
-from gradflow.solvers import kvaerno5
+from gradflow.solvers import GaussLegendre, kvaerno5
 
 __all__ = ["Method"]
 
-_NAMES = ("auto", "explicit", "implicit")
+_NAMES = ("auto", "explicit", "implicit", "conserving")
+
+# A dense eigenbasis of this many unknowns takes 32 MB and about two seconds to make.
+MAX_DENSE = 2000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,11 @@ class Method:
 
     Args:
         solver: ``"explicit"`` (Tsitouras 5/4), ``"implicit"`` (Kvaerno 5/4, L-stable),
-            ``"auto"`` (the cheaper of the two by an estimate from the size of the state, the
-            fastest decay rate and the horizon), or any diffrax ODE solver.
+            ``"conserving"`` (Gauss–Legendre collocation of order 8, which keeps the laws to
+            round-off at any tolerance; for flows that are gradients, up to 2000 unknowns),
+            ``"auto"`` (explicit or, where that is cheaper by an estimate from the size of the
+            state, the fastest decay rate and the horizon, conserving; implicit where the flow is
+            no gradient), or any diffrax ODE solver.
         rtol: relative tolerance per step; at least 10 times the round-off of the state's type.
         atol: absolute tolerance per step, > 0. It should lie well below the weights of a small
             start, see the warning of :func:`gradflow.simulate`.
@@ -85,6 +91,8 @@ def choose(method: Method, flow: AbstractFlow, state: Any, horizon: float | None
         solver, reason = method.solver, "given"
     elif method.solver == "auto":
         solver, reason = _cheaper(flow, state, horizon)
+    elif method.solver == "conserving":
+        solver, reason = _conserving(flow, state), "solver='conserving'"
     else:
         solver = diffrax.Tsit5() if method.solver == "explicit" else _implicit(flow, state)
         reason = f"solver={method.solver!r}"
@@ -97,9 +105,11 @@ def choose(method: Method, flow: AbstractFlow, state: Any, horizon: float | None
     )
 
 
-# Seconds as measured on one core: a right-hand side costs 4 µs and 6 ns per unknown; an implicit
-# step costs 1 ms and seven Jacobians of n × n entries, each made at 10 ns per entry and factored
-# in n³/3 multiply-adds of 0.2 ns. Only the ratio matters, and only to a factor of about two.
+# Seconds as measured on one core: a right-hand side costs 4 µs and 6 ns per unknown; a step of
+# collocation 0.12 ms, its changes of basis 10 ns per entry of an n × n matrix, and its share of an
+# eigendecomposition 0.01 ns per n³; a step of Kvaerno 1 ms and seven Jacobians, each made at 10 ns
+# per entry and factored in n³/3 multiply-adds of 0.2 ns. Only the ratios matter, and only to a
+# factor of about two.
 def _cheaper(
     flow: AbstractFlow, state: Any, horizon: float | None
 ) -> tuple[diffrax.AbstractSolver, str]:
@@ -107,29 +117,59 @@ def _cheaper(
     if rate is None or horizon is None:
         return diffrax.Tsit5(), "auto: explicit, because no bound on the fastest rate is known"
     size = sum(leaf.size for leaf in jax.tree.leaves(state))
-    # 3.3 is the length of Tsit5's real stability interval; 300 steps is what accuracy asks of
-    # either kind at the default tolerances.
+    # 3.3 is the length of Tsit5's real stability interval; accuracy asks for some hundred steps
+    # of either kind at the default tolerances.
     stiff_steps = rate * horizon / 3.3
     explicit = max(stiff_steps, 300) * 6 * (4e-6 + 6e-9 * size)
-    implicit = 600 * (1e-3 + 7 * (2e-10 * size**3 / 3 + 1e-8 * size**2))
+    conserves = flow.symmetric_jacobian and size <= MAX_DENSE
+    if conserves:
+        stiff = 600 * (1.2e-4 + 1e-8 * size**2 + 1e-11 * size**3)
+    else:
+        stiff = 600 * (1e-3 + 7 * (2e-10 * size**3 / 3 + 1e-8 * size**2))
     measured = (
         f"fastest rate about {rate:.3g}, so about {stiff_steps:.2g} explicit steps for stability, "
         f"and {size} unknowns"
     )
-    if explicit <= implicit:
+    if explicit <= stiff:
         return diffrax.Tsit5(), f"auto: explicit ({measured})"
+    if conserves:
+        return _conserving(flow, state), f"auto: conserving ({measured})"
     return _implicit(flow, state), f"auto: implicit ({measured})"
 
 
 def _implicit(flow: AbstractFlow, state: Any) -> diffrax.AbstractSolver:
+    return kvaerno5(floor=64 * _roundoff(flow, state))
+
+
+def _conserving(flow: AbstractFlow, state: Any) -> diffrax.AbstractSolver:
+    if not flow.symmetric_jacobian:
+        raise ArgumentError(
+            "solver",
+            f"'conserving' for {type(flow).__name__}",
+            "it is for flows with a symmetric Jacobian (GradientFlow, ModeFlow): take 'implicit'",
+        )
+    size = sum(leaf.size for leaf in jax.tree.leaves(state))
+    if size > MAX_DENSE:
+        raise ArgumentError(
+            "solver",
+            f"'conserving' for {size} unknowns",
+            f"it works with dense matrices, up to {MAX_DENSE} unknowns: take 'explicit'",
+        )
+    return GaussLegendre(floor=_roundoff(flow, state))
+
+
+def _roundoff(flow: AbstractFlow, state: Any) -> Any:
+    """Round-off of the largest entries that a state will have on its way, roughly."""
     strengths = flow.target_strengths()
     sizes = [*jax.tree.leaves(state), *([] if strengths is None else [strengths])]
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in sizes]))
-    return kvaerno5(floor=64 * jnp.finfo(largest.dtype).eps * largest)
+    return jnp.finfo(largest.dtype).eps * largest
 
 
 def _interpolates_poorly(solver: diffrax.AbstractSolver) -> bool:
     """Whether dense output is less accurate than the steps, so that steps must land on saves."""
+    if getattr(solver, "lands_on_saves", False):
+        return True
     cubic = getattr(type(solver), "interpolation_cls", None)
     name = getattr(getattr(cubic, "func", cubic), "__qualname__", "")
     order = getattr(solver, "order", lambda _: None)(None)

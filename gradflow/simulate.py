@@ -48,7 +48,8 @@ def simulate(
 
     Compiles once for a flow and state of given shapes, number of saved times, solver and
     observables; other tolerances, horizons, saved times, starts and data of the same shapes use
-    the same program. Works inside ``jax.vmap`` (over starts, say) and ``jax.grad``.
+    the same program. Works inside ``jax.vmap`` (over starts, say) and, with explicit solvers,
+    ``jax.grad``; where the numbers of start or data are traced, ``"auto"`` is explicit.
 
     Args:
         flow: the right-hand side.

@@ -42,7 +42,7 @@ _MESSAGES = {
     ),
     Status.MAX_STEPS: (
         "the run met max_steps before t1: raise Method(max_steps=...), loosen rtol, or use "
-        "Method(solver='implicit') if the problem is stiff"
+        "Method(solver='conserving') or 'implicit' if the problem is stiff"
     ),
     Status.DIVERGED: (
         "the state overflowed or the step size fell below round-off: take a smaller step_size or "

@@ -311,12 +311,14 @@ def test_auto_says_which_solver_it_chose_and_why():
     assert "fastest rate" in traj.stats.reason
 
 
-def test_auto_goes_implicit_for_a_stiff_problem_and_explicit_for_a_long_easy_one():
+def test_auto_picks_by_stiffness_and_by_whether_the_flow_is_a_gradient():
     from gradflow.method import choose
 
-    stiff = gf.GradientFlow(gf.Problem(np.diag([300.0, 0.01])))
+    problem = gf.Problem(np.diag([300.0, 0.01]))
     net = gf.initialize.gaussian(0, (2, 2, 2), 0.5)
-    assert choose(gf.Method(), stiff, net, 1e4).name == "Kvaerno5"
+    assert choose(gf.Method(), gf.GradientFlow(problem), net, 1e4).name == "GaussLegendre"
+    reduced = gf.EndToEndFlow(problem, 2)
+    assert choose(gf.Method(), reduced, net.end_to_end(), 1e4).name == "Kvaerno5"
     assert choose(gf.Method(), FLOW, start(), 1.0).name == "Tsit5"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
@@ -18,6 +18,9 @@ class AbstractFlow(eqx.Module):
     A new flow defines :meth:`vector_field`, :meth:`loss` and :meth:`check_state`; the rest has
     defaults. States are pytrees of real arrays.
     """
+
+    # Whether ∂f/∂x is symmetric: f is minus a gradient in the Euclidean metric of the state.
+    symmetric_jacobian: ClassVar[bool] = False
 
     @abc.abstractmethod
     def vector_field(self, t: Any, state: PyTree, args: Any = None) -> PyTree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +97,7 @@ class GradientFlow(AbstractFlow):
 
     problem: Problem
     weight_decay: Array
+    symmetric_jacobian: ClassVar[bool] = True
 
     def __init__(self, problem: Problem, weight_decay: float = 0.0):
         if not isinstance(problem, Problem):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class ModeFlow(AbstractFlow):
 
     singular_values: Float[Array, " modes"]
     depth: int = eqx.field(static=True)
+    symmetric_jacobian: ClassVar[bool] = True
 
     def __init__(self, singular_values: ArrayLike | Sequence[float], depth: int):
         values = _checks.real_array("singular_values", singular_values, ndim=1)
