@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
+from tqdm import tqdm
 
 import gradflow as gf
 from experiments._report import run_lines
@@ -64,10 +65,10 @@ class Config:
             start=1e-4,
             smallest=0.01,
             largest=100.0,
-            deltas=17,
-            seeds=200,
+            deltas=11,
+            seeds=40,
             rtol=1e-7,
-            points=1000,
+            points=400,
         )
 
 
@@ -77,7 +78,7 @@ def compute(config: Config) -> xr.Dataset:
     relative = np.geomspace(config.smallest, config.largest, config.deltas)
     relative = np.concatenate([[0.0], relative])
     runs, learnt, theory = {}, [], []
-    for depth in config.depths:
+    for depth in tqdm(config.depths, desc="depths", leave=False, disable=None):
         theory.append(np.asarray(gf.exact.escape_time(s, config.start, depth)))
         lanes = _simulate(config, depth, relative, config.horizon * theory[-1].max())
         runs[f"depth {depth}, {len(lanes)} starts"] = lanes
