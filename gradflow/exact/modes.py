@@ -260,9 +260,9 @@ def _mode(s: Array, u0: Array, t: Array, depth: int | None) -> Array:
     rising = _invert(jnp.where(start < 1, start, 0.5), time, depth, _below, _guess_below)
     falling = _invert(jnp.where(start > 1, 1 / start, 0.5), time, depth, _above, _guess_above)
     relaxed = jnp.where(start < 1, positive * rising, jnp.where(start > 1, positive / falling, s))
-    power = exponent - 1 + 1.0  # s = 0: u̇ = −h u^{power + 1}
     rate = 1 if depth is None else depth
-    decayed = (power * rate * t + u0**-power) ** (-1 / power)
+    # s = 0: u̇ = −h u^{exponent + 1}.
+    decayed = (exponent * rate * t + u0**-exponent) ** (-1 / exponent)
     return jnp.where(s > 0, relaxed, decayed)
 
 
