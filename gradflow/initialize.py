@@ -41,6 +41,9 @@ def gaussian(key: Any, widths: Iterable[int], scale: float) -> LinearNetwork:
         scale: standard deviation of a layer's output for an input of unit variance, ≥ 0.
 
     Guarantees: nothing beyond the distribution; generically no ``C_i`` vanishes.
+
+    Raises:
+        ValueError: no key, widths below 1 or fewer than two of them, or ``scale < 0``.
     """
     key, widths = _checks.random_key("key", key), _checks.layer_widths("widths", widths)
     scale = _checks.real_scalar("scale", scale, minimum=0)
@@ -61,6 +64,9 @@ def orthogonal(key: Any, widths: Iterable[int], scale: float) -> LinearNetwork:
     Guarantees: ``W_iᵀW_i = scale² I`` where ``d_i ≥ d_{i-1}``, ``W_iW_iᵀ = scale² I`` where
     ``d_i ≤ d_{i-1}``. Hence ``C_i = 0`` at every hidden layer with
     ``d_{i-1} ≥ d_i ≤ d_{i+1}``; elsewhere use :func:`balanced`.
+
+    Raises:
+        ValueError: no key, widths below 1 or fewer than two of them, or ``scale < 0``.
     """
     key, widths = _checks.random_key("key", key), _checks.layer_widths("widths", widths)
     scale = _checks.real_scalar("scale", scale, minimum=0)
@@ -82,6 +88,9 @@ def balanced(key: Any, widths: Iterable[int], scale: float) -> LinearNetwork:
 
     Guarantees: every ``C_i = 0`` to round-off, and the end-to-end map has ``min(widths)``
     singular values ``scale^h`` in Haar-random singular directions.
+
+    Raises:
+        ValueError: no key, widths below 1 or fewer than two of them, or ``scale < 0``.
     """
     key, widths = _checks.random_key("key", key), _checks.layer_widths("widths", widths)
     scale = _checks.real_scalar("scale", scale, minimum=0)
@@ -155,11 +164,10 @@ def lambda_balanced(
     key, widths = _checks.random_key("key", key), _checks.layer_widths("widths", widths)
     scale = _checks.real_scalar("scale", scale, minimum=0)
     hidden = len(widths) - 2
-    lams = list(np.atleast_1d(np.asarray(lam, dtype=float))) if np.ndim(lam) < 2 else None
-    if lams is None or (np.ndim(lam) == 1 and len(lams) != hidden):
+    if np.ndim(lam) > 1 or (np.ndim(lam) == 1 and len(lam) != hidden):  # type: ignore[arg-type]
         raise ShapeError("lam", _checks.describe(lam), f"it must be a number or {hidden} numbers")
-    lams = [_checks.real_scalar("lam", value) for value in lams]
-    lams = lams * hidden if np.ndim(lam) == 0 else lams
+    each = [lam] * hidden if np.ndim(lam) == 0 else list(lam)  # type: ignore[arg-type]
+    lams = [_checks.real_scalar("lam", value) for value in each]
     diagonals = _chain_diagonals(widths, float(scale), lams)
     keys = jax.random.split(key, len(widths))
     bases = [jax.random.orthogonal(k, d) for k, d in zip(keys, widths, strict=True)]
@@ -264,6 +272,9 @@ def identity(widths: Iterable[int]) -> LinearNetwork:
 
     Guarantees: where all widths are equal the end-to-end map is the identity and every
     ``C_i = 0``.
+
+    Raises:
+        ValueError: widths below 1 or fewer than two of them.
     """
     widths = _checks.layer_widths("widths", widths)
     return _network(jnp.eye(d_out, d_in) for d_in, d_out in itertools.pairwise(widths))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from gradflow.flows.gradient import interior_commutators
 from gradflow.network import LinearNetwork
 from gradflow.problem import Problem
 
@@ -84,6 +85,5 @@ def nonnormality(net: LinearNetwork) -> Float[Array, ""]:
     ``W_hW_hᵀ`` (not conserved).
     """
     first, last = net.weights[0], net.weights[-1]
-    blocks = [first.T @ first, last @ last.T]
-    blocks += [b.T @ b - a @ a.T for a, b in zip(net.weights[:-1], net.weights[1:], strict=True)]
+    blocks = [first.T @ first, last @ last.T, *interior_commutators(net.weights)]
     return jnp.sqrt(sum(jnp.sum(block**2) for block in blocks))
