@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from gradflow import _checks
+from gradflow._products import product
 from gradflow.errors import ArgumentError, PatternError, ShapeError
 
 __all__ = ["LinearNetwork", "adjacency_flow", "block_offsets"]
@@ -189,14 +190,14 @@ class LinearNetwork(eqx.Module):
 def consecutive_product(weights: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
     """``W_b ⋯ W_a`` for consecutive layers, multiplied from the narrower end."""
     if weights[-1].shape[-2] < weights[0].shape[-1]:
-        product = weights[-1]
+        total = weights[-1]
         for w in reversed(weights[:-1]):
-            product = product @ w
-        return product
-    product = weights[0]
+            total = product(total, w)
+        return total
+    total = weights[0]
     for w in weights[1:]:
-        product = w @ product
-    return product
+        total = product(w, total)
+    return total
 
 
 def adjacency_flow(A: ArrayLike, target: ArrayLike, widths: Iterable[int]) -> Float[Array, "n n"]:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from gradflow import _checks
+from gradflow._products import product
 from gradflow.errors import ArgumentError, ShapeError
 
 __all__ = ["Assumptions", "Check", "Problem"]
@@ -322,11 +323,11 @@ class Problem(eqx.Module):
         if self.loss_function is not None:
             return -jax.grad(self.loss_function)(W)
         target, _ = self._quadratic()
-        return target - (W if self.input_covariance is None else W @ self.input_covariance)
+        return target - (W if self.input_covariance is None else product(W, self.input_covariance))
 
     def whitened(self, W: Float[Array, "d_out d_in"]) -> Float[Array, "d_out d_in"]:
         """The map in the whitened frame, ``W C_x^{1/2}``; ``W`` itself for whitened inputs."""
-        return W if self.covariance_root is None else W @ self.covariance_root
+        return W if self.covariance_root is None else product(W, self.covariance_root)
 
     @property
     def singular_values(self) -> Float[Array, " modes"]:

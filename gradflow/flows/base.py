@@ -54,6 +54,17 @@ class AbstractFlow(eqx.Module):
         """An estimate of the largest decay rate met on the way from ``state``, if known."""
         return None
 
+    def stiff_directions(self, state: PyTree) -> PyTree | None:
+        """Directions that span all fast decay at ``state``, stacked along the first axis.
+
+        None if no such set, small beside the state, is known.
+        """
+        return None
+
+    def background_rate(self) -> Any:
+        """``∂f/∂x`` off the stiff directions, roughly: a number ≤ 0."""
+        return 0.0
+
     def describe(self) -> dict[str, Any]:
         """The flow's name and numbers for the record of a run (plain JSON values)."""
         return {"flow": type(self).__name__}

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gradflow import _checks
+from gradflow._products import product
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
 from gradflow.network import LinearNetwork, consecutive_product
@@ -40,14 +41,14 @@ def layer_gradients(
     # h−1 products: the prefixes W_{1:1}, …, W_{1:h}.
     prefixes = [weights[0]]
     for w in weights[1:]:
-        prefixes.append(w @ prefixes[-1])
+        prefixes.append(product(w, prefixes[-1]))
     # carried = W_{j+1:h}ᵀ R: one product to use it and one to move it back, except at j = 1,
     # where the prefix is empty: 2(h−1) products.
     carried = residual(prefixes[-1])
     gradients = []
     for w, prefix in zip(reversed(weights[1:]), reversed(prefixes[:-1]), strict=True):
-        gradients.append(carried @ prefix.T)
-        carried = w.T @ carried
+        gradients.append(product(carried, prefix.T))
+        carried = product(w.T, carried)
     gradients.append(carried)
     return tuple(reversed(gradients))
 
@@ -161,7 +162,7 @@ class GradientFlow(AbstractFlow):
 
         ``λ_max(C_x) Σ_l ‖W_{l+1:h}‖² ‖W_{1:l-1}‖²`` bounds the Gauss–Newton part at the state;
         ``λ_max(C_x) h s_1^{2−2/h}`` is the sharpness of a balanced minimum with top singular
-        value ``s_1``. None for a general loss or traced numbers.
+        value ``s_1``. None for a general loss, traced numbers, or a start at which it overflows.
         """
         problem = self.problem
         if problem.optimum is None or not _checks.is_concrete(state, problem):
@@ -170,11 +171,35 @@ class GradientFlow(AbstractFlow):
         here = 0.0
         for layer in range(depth):
             sides = [side for side in (weights[layer + 1 :], weights[:layer]) if side]
-            norms = [np.linalg.norm(consecutive_product(side), 2) for side in sides]
+            products = [np.asarray(consecutive_product(side)) for side in sides]
+            if not all(np.isfinite(product).all() for product in products):
+                return None
+            norms = [np.linalg.norm(product, 2) for product in products]
             here += float(np.prod(norms)) ** 2
         strongest = float(np.linalg.norm(np.asarray(problem.optimum), 2))
         there = depth * strongest ** (2 - 2 / depth)
         return problem.largest_curvature() * max(here, there) + float(self.weight_decay)
+
+    def stiff_directions(self, state: LinearNetwork) -> LinearNetwork:
+        """The gradients of all entries of ``W_{1:h}``, stacked: the range of ``(∂W/∂θ)ᵀ``.
+
+        The entry ``(a, b)`` has the gradient ``(W_{l+1:h})_{ai} (W_{1:l-1})_{jb}`` in ``W_l``.
+        """
+        weights, depth = state.weights, state.depth
+        (d_out, d_in), dtype = self.problem.shape, weights[0].dtype
+        after, before = [jnp.eye(d_out, dtype=dtype)], [jnp.eye(d_in, dtype=dtype)]
+        for layer in range(1, depth):
+            after.append(product(after[-1], weights[depth - layer]))
+            before.append(product(weights[layer - 1], before[-1]))
+        return state.with_weights(
+            tuple(
+                jnp.einsum("ai,jb->abij", left, right).reshape(d_out * d_in, *w.shape)
+                for left, right, w in zip(reversed(after), before, weights, strict=True)
+            )
+        )
+
+    def background_rate(self) -> Array:
+        return -self.weight_decay
 
     def describe(self) -> dict[str, Any]:
         decay = float(self.weight_decay) if _checks.is_concrete(self.weight_decay) else "traced"
