@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
-from gradflow.method import working_type
+from gradflow.choice import working_type
 from gradflow.recording import Recorder, check_observe, tree_norm
 from gradflow.trajectory import Status, Trajectory, describe_state
 
@@ -90,7 +90,6 @@ def descend(
         **result,
         targets=flow.target_strengths(),
         seconds=jnp.asarray(seconds, dtype),
-        evaluations_per_step=1,
         solver="gradient descent",
         reason="descend",
         config=json.dumps(
@@ -186,5 +185,5 @@ def _descend(
             jnp.where(last["gradient_norm"] == 0, int(Status.STATIONARY), int(Status.REACHED_END)),
         ),
         "rows": jnp.where(healthy, 1 + kept + further, 0),
-        "step_counts": jnp.stack([count, jnp.zeros_like(count)]),
+        "step_counts": jnp.stack([count, jnp.zeros_like(count), count, jnp.full_like(count, -1)]),
     }

@@ -18,11 +18,12 @@ import optimistix
 from jaxtyping import Array, ArrayLike, PyTree
 
 from gradflow import _checks
+from gradflow.choice import choose, working_type
 from gradflow.errors import ArgumentError, PrecisionWarning
 from gradflow.flows.base import AbstractFlow
-from gradflow.method import Method, choose, working_type
+from gradflow.method import Method
 from gradflow.recording import Recorder, check_observe, rate_norm
-from gradflow.solvers import GuardedSteps
+from gradflow.solvers import GuardedSteps, PredictiveSteps
 from gradflow.trajectory import Status, Trajectory, describe_state
 
 __all__ = ["simulate"]
@@ -100,10 +101,11 @@ def simulate(
     _warn_if_coarse(state, method.atol)
     grid = _save_times(save, t0, t1, dtype)
     horizon = float(t1 - t0) if _checks.is_concrete(t0, t1) else None
-    chosen = choose(method, flow, state, horizon)
+    chosen = choose(method, flow, state, t1, horizon)
 
     def number(value):
-        return jnp.asarray(value, dtype)
+        # On the host, where it takes no dispatch, unless it is traced.
+        return np.asarray(value, dtype) if _checks.is_concrete(value) else jnp.asarray(value, dtype)
 
     started = time.perf_counter()
     result = _integrate(
@@ -121,6 +123,7 @@ def simulate(
         max_steps=method.max_steps,
         stops=stop_gradient_norm is not None,
         land_on_saves=chosen.land_on_saves,
+        per_step=chosen.evaluations_per_step,
         save_states=bool(save_states),
         progress=bool(progress),
     )
@@ -132,7 +135,6 @@ def simulate(
         **result,
         targets=flow.target_strengths(),
         seconds=jnp.asarray(seconds, dtype),
-        evaluations_per_step=chosen.evaluations_per_step,
         solver=chosen.name,
         reason=chosen.reason,
         config=_configuration(flow, state, t0, t1, save, method, stop_gradient_norm),
@@ -157,20 +159,22 @@ def _integrate(
     max_steps: int,
     stops: bool,
     land_on_saves: bool,
+    per_step: int | None,
     save_states: bool,
     progress: bool,
 ) -> dict[str, Any]:
     """Integrate, and return the fields of a trajectory with all rows (see :func:`_fill`)."""
     record = Recorder(flow, observe, state, t0)
     fixed = step_size is not None
-    # PI control damps the accept-reject cycle at the stability limit, where an explicit method
-    # spends the tail of a run; it costs an implicit one a quarter more steps.
-    gains = (0.4, 0.3) if isinstance(solver, diffrax.AbstractERK) else (0.0, 1.0)
-    controller: Any = (
-        diffrax.ConstantStepSize()
-        if fixed
-        else diffrax.PIDController(rtol=rtol, atol=atol, pcoeff=gains[0], icoeff=gains[1])
-    )
+    if fixed:
+        controller: Any = diffrax.ConstantStepSize()
+    elif isinstance(solver, diffrax.AbstractERK) and not land_on_saves:
+        # PI control damps the accept-reject cycle at the stability limit, where an explicit
+        # method spends the tail of a run.
+        controller = diffrax.PIDController(rtol=rtol, atol=atol, pcoeff=0.4, icoeff=0.3)
+    else:
+        landings = grid if land_on_saves else None
+        controller = PredictiveSteps(rtol=rtol, atol=atol, norm=optimistix.rms_norm, stops=landings)
     controller = GuardedSteps(
         controller=controller,
         rtol=rtol,
@@ -178,8 +182,6 @@ def _integrate(
         norm=optimistix.rms_norm,
         size=(lambda y: flow.loss(y) + rate_norm(flow, t0, y)) if fixed else None,
     )
-    if land_on_saves:
-        controller = diffrax.ClipStepSizeController(controller, step_ts=grid)
     event = None
     if stops:
         event = diffrax.Event(lambda t, y, args, **_: rate_norm(flow, t, y) <= threshold)
@@ -193,6 +195,7 @@ def _integrate(
         state,
         saveat=diffrax.SaveAt(
             subs=[diffrax.SubSaveAt(ts=grid, fn=what), diffrax.SubSaveAt(t1=True)],
+            controller_state=True,
         ),
         stepsize_controller=controller,
         event=event,
@@ -242,13 +245,20 @@ def _integrate(
         "final_loss": final_record["loss"],
         "final_gradient_norm": norm,
         "code": code,
-        "step_counts": jnp.stack(
-            [
-                jnp.where(stays, 0, solution.stats["num_accepted_steps"]),
-                jnp.where(stays, 0, solution.stats["num_rejected_steps"]),
-            ]
-        ),
+        "step_counts": jnp.where(stays, 0, _counts(solution, per_step)),
     }
+
+
+def _counts(solution: diffrax.Solution, per_step: int | None) -> Array:
+    """Accepted and rejected steps, evaluations and stiff steps; −1 for what nobody counts."""
+    accepted = solution.stats["num_accepted_steps"]
+    rejected = solution.stats["num_rejected_steps"]
+    state: Any = solution.controller_state
+    _, told = state
+    evaluations, stiff = told.astype(accepted.dtype)
+    if per_step is not None:
+        evaluations = per_step * (accepted + rejected)
+    return jnp.stack([accepted, rejected, evaluations, stiff])
 
 
 def _fill(

@@ -30,7 +30,7 @@ _LONG_NAMES = {
 }
 _DIMENSIONS = {"law_drift": ("law",), "singular_values": ("mode",), "modes": ("mode",)}
 _FINAL = ("final_time", "final_loss", "final_gradient_norm", "code", "rows", "seconds")
-_STATIC = ("evaluations_per_step", "solver", "reason")
+_STATIC = ("solver", "reason")
 
 
 def to_xarray(traj: Trajectory) -> Any:
@@ -60,7 +60,7 @@ def to_xarray(traj: Trajectory) -> Any:
             add(name, array, ("time", *dims), f"{name} at the saved times")
     for name in _FINAL:
         add(name, getattr(traj, name), (), name.replace("_", " "))
-    add("step_counts", traj.step_counts, ("step_kind",), "accepted and rejected steps")
+    add("step_counts", traj.step_counts, ("step_kind",), "what the steps cost; -1: not counted")
     if traj.targets is not None:
         add("targets", traj.targets, ("mode",), "strengths of the data's modes")
     dataset = xr.Dataset(
@@ -71,7 +71,7 @@ def to_xarray(traj: Trajectory) -> Any:
                 np.asarray(traj.ts),
                 {"units": "1", "long_name": "gradient-flow time (learning rate times steps)"},
             ),
-            "step_kind": ["accepted", "rejected"],
+            "step_kind": ["accepted", "rejected", "evaluations", "stiff"],
         },
     )
     status = traj.status

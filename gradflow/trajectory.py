@@ -64,8 +64,9 @@ class Stats(NamedTuple):
     Attributes:
         steps: attempted steps (accepted + rejected).
         accepted, rejected: steps kept and steps repeated with a smaller size.
-        rhs_evaluations: right-hand sides evaluated by the steps; None where the solver does not
-            tell (implicit ones).
+        rhs_evaluations: right-hand sides evaluated by the steps, a product with the Jacobian
+            counted as one; None where the solver does not tell (diffrax's implicit ones).
+        stiff_steps: attempted steps by the solver for stiff phases, where there are two; else None.
         seconds: wall time of the call, compilation included if it compiled; nan inside ``vmap``.
         solver: the solver that ran.
         reason: why it was chosen.
@@ -75,6 +76,7 @@ class Stats(NamedTuple):
     accepted: Any
     rejected: Any
     rhs_evaluations: Any
+    stiff_steps: Any
     seconds: float
     solver: str
     reason: str
@@ -115,9 +117,8 @@ class Trajectory(eqx.Module):
     targets: Float[Array, "..."] | None
     code: Int[Array, "..."]
     rows: Int[Array, "..."]
-    step_counts: Int[Array, "..."]  # accepted, rejected
+    step_counts: Int[Array, "..."]  # accepted, rejected, evaluations, stiff; -1: not counted
     seconds: float | Array
-    evaluations_per_step: int | None = eqx.field(static=True)
     solver: str = eqx.field(static=True)
     reason: str = eqx.field(static=True)
     config: str = eqx.field(static=True)  # JSON: hashable, as a static field must be
@@ -144,20 +145,20 @@ class Trajectory(eqx.Module):
     def stats(self) -> Stats:
         """Steps, evaluations, seconds, and which solver ran and why."""
         counts: Any = np.asarray(self.step_counts)
-        accepted, rejected = counts[..., 0], counts[..., 1]
+        single = counts.ndim == 1
+
+        def told(count):
+            return None if np.any(count < 0) else int(count) if single else count
+
+        accepted, rejected, evaluations, stiff = (told(counts[..., k]) for k in range(4))
         steps = accepted + rejected
-        evaluations = (
-            None if self.evaluations_per_step is None else steps * self.evaluations_per_step
-        )
-        if counts.ndim == 1:
-            steps, accepted, rejected = int(steps), int(accepted), int(rejected)
-            evaluations = None if evaluations is None else int(evaluations)
         seconds = np.asarray(self.seconds)
         return Stats(
             steps,
             accepted,
             rejected,
             evaluations,
+            stiff,
             float(seconds.ravel()[0]) if seconds.size else float("nan"),
             self.solver,
             self.reason,

@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import gradflow as gf
-from gradflow.solvers import GaussLegendre
-from gradflow.solvers.collocation import _tableau
+from gradflow.choice import MAX_DENSE, choose
+from gradflow.solvers import Eigenbasis, GaussLegendre, Krylov, StiffSubspace
+from gradflow.solvers.tableau import gauss
 
 PROBLEM = gf.Problem.from_singular_values([2.0, 1.0])
 FLOW = gf.GradientFlow(PROBLEM)
@@ -21,7 +23,7 @@ def _start(scale, seed=0):
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
 def test_tableau_meets_the_order_conditions_of_gauss(stages):
-    table = _tableau(stages)
+    table = gauss(stages)
     b = table.end @ table.A
     for k in range(1, 2 * stages + 1):
         np.testing.assert_allclose(b @ table.c ** (k - 1), 1 / k, rtol=1e-12)
@@ -110,18 +112,6 @@ def test_works_under_vmap_with_a_stopping_rule():
     np.testing.assert_allclose(batch.lane(2)["modes"][:-1], single["modes"][:-1], atol=1e-8)
 
 
-def test_auto_conserves_where_stability_would_cost_more_than_eigenbases():
-    start = gf.initialize.balanced(0, WIDTHS, 0.02)
-    short, long = (gf.simulate(FLOW, start, t1, save="log") for t1 in (10.0, 1e6))
-    assert short.stats.solver == "Tsit5"
-    assert long.stats.solver == "GaussLegendre"
-    assert "conserving" in long.stats.reason
-    # No gradient in the metric of W: left to Kvaerno.
-    reduced = gf.simulate(gf.EndToEndFlow(PROBLEM, 3), 1e-3 * np.eye(2), 1e7, save="log")
-    assert reduced.stats.solver == "Kvaerno5"
-    np.testing.assert_allclose(reduced["modes"][-1], [2.0, 1.0], rtol=1e-6)
-
-
 def test_dense_output_is_exact_at_the_ends_of_a_step():
     term, solver = diffrax.ODETerm(FLOW.vector_field), GaussLegendre(3)
     y0 = _start(0.8)
@@ -133,10 +123,88 @@ def test_dense_output_is_exact_at_the_ends_of_a_step():
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-14)
 
 
-def test_flows_that_are_no_gradients_and_large_ones_are_refused():
+def test_flows_that_are_no_gradients_are_refused():
     method = gf.Method(solver="conserving")
     with pytest.raises(ValueError, match=r"^solver: .*EndToEndFlow.* take 'implicit'"):
         gf.simulate(gf.EndToEndFlow(PROBLEM, 2), np.eye(2), 1.0, method=method)
-    big = gf.Problem(np.eye(40))
-    with pytest.raises(ValueError, match=r"^solver: .*3200 unknowns.* take 'explicit'"):
-        gf.simulate(gf.GradientFlow(big), gf.initialize.identity((40, 40, 40)), 1.0, method=method)
+
+
+# ---------------------------------------------------------------- the Jacobian, in three forms
+
+
+def _forms(flow, state):
+    _, unravel = ravel_pytree(state)
+    stacked = jax.eval_shape(flow.stiff_directions, state)
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    return {
+        "eigenbasis": Eigenbasis(),
+        "subspace": StiffSubspace(flow.stiff_directions, count, unravel, flow.background_rate()),
+        "krylov": Krylov(),
+    }
+
+
+@pytest.mark.parametrize("form", ["eigenbasis", "subspace", "krylov"])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_every_form_of_the_jacobian_leads_to_the_same_run(form, decay):
+    flow, start = gf.GradientFlow(PROBLEM, weight_decay=decay), _start(0.4)
+    solver = GaussLegendre(4, linearisation=_forms(flow, start)[form], costed=True)
+    method = gf.Method(solver=solver, rtol=1e-9, atol=1e-11)
+    traj = gf.simulate(flow, start, 60.0, save=6, method=method)
+    tight = gf.Method(solver=diffrax.Dopri8(), rtol=1e-12, atol=1e-14)
+    expected = gf.simulate(flow, start, 60.0, save=6, method=tight)
+    np.testing.assert_allclose(traj["modes"], expected["modes"], rtol=0, atol=1e-8)
+    if decay == 0:
+        gf.testing.assert_conserved(traj, atol=1e-13)
+    assert traj.stats.rhs_evaluations > 4 * traj.stats.steps
+
+
+def test_stiff_directions_hold_the_range_of_the_gauss_newton_part():
+    start = _start(0.7)
+    flat, unravel = ravel_pytree(start)
+    G = jax.jacfwd(lambda y: unravel(y).end_to_end().ravel())(flat)
+    stacked = jax.vmap(lambda d: ravel_pytree(d)[0])(FLOW.stiff_directions(start))
+    np.testing.assert_allclose(stacked, G, rtol=0, atol=1e-15)
+
+
+def test_conjugate_gradients_solve_shifted_systems_of_a_symmetric_matrix():
+    S = np.diag([-40.0, -3.0, -0.5, 0.1])
+    turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))
+    J = turn @ S @ turn.T
+    table, r = gauss(3), np.random.default_rng(1).standard_normal((3, 4))
+    x, _ = Krylov().solve((jnp.zeros(4), 0.0), lambda t, y: J @ y, 0.0, 0.5, table, jnp.asarray(r))
+    exact = np.linalg.solve(np.eye(12) - 0.5 * np.kron(table.A, J), r.ravel()).reshape(3, 4)
+    # To the fixed tolerance of the inner iteration.
+    assert np.linalg.norm(x - exact) < 0.1 * np.linalg.norm(exact)
+
+
+def _shapes(jaxpr):
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                if hasattr(inner, "jaxpr"):
+                    inner = inner.jaxpr
+                if hasattr(inner, "eqns"):
+                    yield from _shapes(inner)
+
+
+@pytest.mark.parametrize(
+    ("widths", "largest"), [((20, 20, 20, 20), 400), ((40, 40, 40), None), ((12, 12, 12, 12), 144)]
+)
+def test_conserving_steps_form_no_square_matrix_above_the_documented_size(widths, largest):
+    flow = gf.GradientFlow(gf.Problem(np.eye(widths[0])))
+    state = gf.initialize.identity(widths)
+    flat, unravel = ravel_pytree(state)
+    solver = choose(gf.Method(solver="conserving"), flow, state, 1.0, 1.0).solver
+
+    def step(y):
+        net = unravel(y)
+        term = diffrax.ODETerm(flow.vector_field)
+        memory = solver.init(term, 0.0, 0.1, net, None)
+        return solver.step(term, 0.0, 0.1, net, None, memory, False)[0]
+
+    sides = [min(s[-2:]) for s in _shapes(jax.make_jaxpr(step)(flat).jaxpr) if len(s) >= 2]
+    assert flat.size > 400
+    # No form of the Jacobian on all unknowns; on the stiff directions up to MAX_DENSE of them.
+    assert max(sides) == (largest or max(widths))
+    assert max(sides) <= MAX_DENSE

@@ -306,20 +306,32 @@ def test_every_status_carries_a_message():
 
 def test_auto_says_which_solver_it_chose_and_why():
     traj = simulate(method=gf.Method())
-    assert traj.stats.solver in ("Tsit5", "Kvaerno5")
+    assert traj.stats.solver == "DormandPrince8"
     assert traj.stats.reason.startswith("auto: ")
     assert "fastest rate" in traj.stats.reason
 
 
 def test_auto_picks_by_stiffness_and_by_whether_the_flow_is_a_gradient():
-    from gradflow.method import choose
+    from gradflow.choice import choose
+
+    def name(flow, state, t1, **options):
+        return choose(gf.Method(**options), flow, state, t1, t1).name
 
     problem = gf.Problem(np.diag([300.0, 0.01]))
     net = gf.initialize.gaussian(0, (2, 2, 2), 0.5)
-    assert choose(gf.Method(), gf.GradientFlow(problem), net, 1e4).name == "GaussLegendre"
-    reduced = gf.EndToEndFlow(problem, 2)
-    assert choose(gf.Method(), reduced, net.end_to_end(), 1e4).name == "Kvaerno5"
-    assert choose(gf.Method(), FLOW, start(), 1.0).name == "Tsit5"
+    flow, reduced = gf.GradientFlow(problem), gf.EndToEndFlow(problem, 2)
+    assert name(flow, net, 1e5) == "Switching(GaussLegendre)"
+    assert name(flow, net, 3.0) == "Switching(OrthogonalChebyshev)"
+    assert name(reduced, net.end_to_end(), 1e6) == "Kvaerno5"
+    assert name(reduced, net.end_to_end(), 10.0) == "Switching(OrthogonalChebyshev)"
+    assert name(FLOW, start(), 1.0) == "DormandPrince8"
+    assert name(FLOW, start(), 1.0, rtol=1e-4) == "Tsit5"
+    # Nothing is known of the rates of a general loss: it is measured on the way.
+    unknown = gf.GradientFlow(gf.Problem.from_loss(lambda W: (W**4).sum(), (2, 2)))
+    assert name(unknown, net, 1.0) == "Switching(OrthogonalChebyshev)"
+    # Far too many unknowns for dense matrices.
+    wide = gf.initialize.identity((60, 60, 60))
+    assert name(gf.GradientFlow(gf.Problem(np.eye(60))), wide, 1e4).endswith("Chebyshev)")
 
 
 def test_users_diffrax_solver_agrees_with_the_default():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import diffrax
@@ -15,45 +15,22 @@ from diffrax import RESULTS
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from gradflow.solvers.controllers import Costed
+from gradflow.solvers.linearisation import AbstractLinearisation, Eigenbasis
+from gradflow.solvers.resteps import Restep
+from gradflow.solvers.tableau import GAMMA, gauss
+
 __all__ = ["CollocationInterpolation", "GaussLegendre"]
 
-_MAX_ITERATIONS = 12
-# Of the error estimate's extra node at the start of the step; any number of this order will do.
-_GAMMA = 0.1
+_MAX_ITERATIONS = 15
+# Rounds of Newton's iteration that are as dear as a new Jacobian is, roughly.
+_PATIENCE = 6
 
 
-class _Tableau(NamedTuple):
-    c: np.ndarray  # nodes
-    A: np.ndarray  # stage weights
-    end: np.ndarray  # bᵀA⁻¹: the end value from the stage increments
-    error: np.ndarray  # (b̂ − b)ᵀA⁻¹
-    gammas: np.ndarray  # eigenvalues of A
-    to_eigen: np.ndarray  # A = from_eigen · diag(gammas) · to_eigen
-    from_eigen: np.ndarray
-
-
-@cache
-def _tableau(stages: int) -> _Tableau:
-    nodes, weights = np.polynomial.legendre.leggauss(stages)
-    c, b = 0.5 * (nodes + 1), 0.5 * weights
-    powers = np.arange(1, stages + 1)
-    vandermonde = c[:, None] ** (powers - 1)
-    # Stage conditions Σ_j a_ij c_j^{k−1} = c_i^k/k, and the same for the embedded weights.
-    A = np.linalg.solve(vandermonde.T, (c[:, None] ** powers / powers).T).T
-    moments = 1 / powers - _GAMMA * (powers == 1)
-    embedded = np.linalg.solve(vandermonde.T, moments)
-    gammas, from_eigen = np.linalg.eig(A)
-    inverse = np.linalg.inv(A)
-    return _Tableau(
-        c, A, b @ inverse, (embedded - b) @ inverse, gammas, np.linalg.inv(from_eigen), from_eigen
-    )
-
-
-def _lagrange(theta: Any, nodes: np.ndarray) -> Array:
-    """Values at ``theta`` of the Lagrange polynomials on the nodes."""
-    differences = nodes[:, None] - nodes[None, :] + np.eye(len(nodes))
-    factors = jnp.where(np.eye(len(nodes), dtype=bool), 1.0, (theta - nodes)[None, :])
-    return jnp.prod(factors / differences, axis=1)
+def _lagrange(theta: Any, stages: int) -> Array:
+    """Values at ``theta`` of the Lagrange polynomials on the nodes but that at 0."""
+    powers = theta ** jnp.arange(stages + 1)
+    return powers @ jnp.asarray(gauss(stages).powers)[:, 1:]
 
 
 class CollocationInterpolation(diffrax.AbstractLocalInterpolation):
@@ -69,17 +46,17 @@ class CollocationInterpolation(diffrax.AbstractLocalInterpolation):
             return jax.tree.map(jnp.subtract, self.evaluate(t1), self.evaluate(t0))
         stages = jax.tree.leaves(self.increments)[0].shape[0]
         span = self.t1 - self.t0
-        theta = (t0 - self.t0) / jnp.where(span == 0, 1.0, span)
-        weights = _lagrange(theta, np.concatenate([[0.0], _tableau(stages).c]))[1:]
+        weights = _lagrange((t0 - self.t0) / jnp.where(span == 0, 1.0, span), stages)
         return jax.tree.map(
             lambda y, z: y + jnp.tensordot(weights, z, axes=1), self.y0, self.increments
         )
 
 
-class _State(NamedTuple):
-    vectors: Float[Array, "n n"]  # of the Jacobian, from an earlier step
-    values: Float[Array, " n"]
-    old: Any  # whether the Jacobian is to be made anew
+class CollocationState(NamedTuple):
+    """What a step hands to the next one."""
+
+    kept: PyTree  # the Jacobian of an earlier step
+    old: Any  # whether it is to be made anew
     increments: Float[Array, "stages n"]  # of the last accepted step, with its size
     size: Any
 
@@ -90,7 +67,7 @@ class GaussLegendre(diffrax.AbstractAdaptiveSolver):
     Keeps every quadratic invariant, so the laws ``C_i``, to the accuracy of its stage equations, at
     any step size (Cooper 1987; Hairer, Lubich & Wanner, *Geometric Numerical Integration*, IV.2).
     The stage equations are solved to round-off by a simplified Newton iteration. The Jacobian of a
-    gradient flow is symmetric, minus the Hessian: in one orthogonal eigenbasis, kept over many
+    gradient flow is symmetric, minus the Hessian: in one orthogonal basis, kept over several
     steps, all of the linear systems are diagonal. The iteration starts from the last step's
     polynomial. The error is estimated by an embedded formula of order ``stages`` on the same
     stages and the start of the step, damped in the stiff directions.
@@ -98,32 +75,42 @@ class GaussLegendre(diffrax.AbstractAdaptiveSolver):
     Args:
         stages: s ≥ 2.
         floor: absolute size of round-off in the state; increments below it count as solved.
+        linearisation: how the Jacobian is kept and inverted.
+        field: the vector field ``f(t, y, args)`` once more, so that states at saved times can be
+            had from steps that end there; without it the steps themselves should.
+        costed: hand the number of evaluations to the step size controller along with the error.
 
-    Only for flows whose Jacobian is symmetric, and of a size for which a dense ``(n, n)`` matrix
-    is no trouble.
+    Only for flows whose Jacobian is symmetric.
     """
 
     stages: int = eqx.field(static=True, default=4)
     floor: Any = 1e-15
-
-    # Superconvergence and the laws hold at the ends of steps, not between them.
-    lands_on_saves: ClassVar[bool] = True
+    linearisation: AbstractLinearisation = Eigenbasis()
+    field: Callable | None = None
+    costed: bool = eqx.field(static=True, default=False)
 
     term_structure: ClassVar = diffrax.AbstractTerm
-    interpolation_cls: ClassVar[Callable[..., CollocationInterpolation]] = CollocationInterpolation
+
+    @property
+    def lands_on_saves(self) -> bool:
+        """Superconvergence and the laws hold at the ends of steps, not between them."""
+        return self.field is None
+
+    @property
+    def interpolation_cls(self) -> Callable[..., diffrax.AbstractLocalInterpolation]:  # type: ignore[override]
+        return CollocationInterpolation if self.field is None else partial(Restep, self)
 
     def order(self, terms: Any) -> int:
         return 2 * self.stages
 
     def error_order(self, terms: Any) -> int:
-        return self.stages + 1
+        return 3 * (self.stages + 1) // 2
 
-    def init(self, terms: Any, t0: Any, t1: Any, y0: PyTree, args: Any) -> _State:
+    def init(self, terms: Any, t0: Any, t1: Any, y0: PyTree, args: Any) -> CollocationState:
         flat, _ = ravel_pytree(y0)
         n = flat.shape[0]
-        return _State(
-            jnp.zeros((n, n), flat.dtype),
-            jnp.zeros(n, flat.dtype),
+        return CollocationState(
+            self.linearisation.empty(n, flat.dtype),
             jnp.asarray(True),
             jnp.zeros((self.stages, n), flat.dtype),
             jnp.zeros((), flat.dtype),
@@ -132,83 +119,159 @@ class GaussLegendre(diffrax.AbstractAdaptiveSolver):
     def func(self, terms: Any, t0: Any, y0: PyTree, args: Any) -> PyTree:
         return terms.vf(t0, y0, args)
 
-    def step(self, terms, t0, t1, y0, args, solver_state: _State, made_jump):
-        del made_jump
-        table = _tableau(self.stages)
+    def step(self, terms, t0, t1, y0, args, solver_state: CollocationState, made_jump):
+        if made_jump is not False:
+            # Of another state: neither the Jacobian nor the polynomial is of use.
+            solver_state = solver_state._replace(
+                old=solver_state.old | made_jump,
+                size=jnp.where(made_jump, 0.0, solver_state.size),
+            )
         start, unravel = ravel_pytree(y0)
         h = terms.contr(t0, t1)
 
         def rate(t, flat):
             return ravel_pytree(terms.vf(t, unravel(flat), args))[0]
 
-        def eigensystem(_):
-            jacobian = jax.jacfwd(lambda y: rate(t0, y))(start)
-            values, vectors = jnp.linalg.eigh(0.5 * (jacobian + jacobian.T))
-            return vectors, values
+        attempt = self.attempt(rate, t0, h, start, solver_state)
+        y1 = unravel(attempt.end)
+        if self.field is None:
+            dense = {"y0": y0, "increments": jax.vmap(unravel)(attempt.state.increments)}
+        else:
+            state = attempt.state
+            dense = {"y1": y1, "info": (y0, state.increments, state.kept)}
+        error: Any = unravel(attempt.error)
+        if self.costed:
+            count = jnp.asarray(attempt.evaluations, attempt.end.dtype)
+            order = jnp.asarray(1.5 * (self.stages + 1), attempt.end.dtype)
+            error = Costed(error, count, order, jnp.ones_like(count))
+        return y1, error, dense, attempt.state, RESULTS.successful
 
-        def kept(_):
-            return solver_state.vectors, solver_state.values
+    def between(self, t0: Any, t1: Any, t: Any, info: PyTree) -> PyTree:
+        """The end of a step from ``t0`` to ``t``, inside a step from ``t0`` to ``t1``."""
+        y0, increments, kept = info
+        start, unravel = ravel_pytree(y0)
+        field: Any = self.field
 
-        guess = self._predict(solver_state, h)
-        basis = jax.lax.cond(solver_state.old, eigensystem, kept, None)
-        solved = self._solve(rate, t0, h, start, guess, *basis)
+        def rate(t, flat):
+            return ravel_pytree(field(t, unravel(flat), None))[0]
 
-        def again(_):
-            fresh = eigensystem(None)
-            return fresh, self._solve(rate, t0, h, start, jnp.zeros_like(guess), *fresh)
+        table = gauss(self.stages)
+        part = (t - t0) / (t1 - t0)
+        guess = jax.vmap(lambda c: _lagrange(c * part, self.stages))(jnp.asarray(table.c))
+        solved = self._solve(rate, t0, t - t0, start, guess @ increments, kept)
+        end = jnp.asarray(table.end) @ solved[0]
+        # Hardly ever: shorter steps are easier than the one that has just succeeded.
+        polynomial = _lagrange(part, self.stages) @ increments
+        return unravel(start + jnp.where(solved[1], end, polynomial))
 
-        fail = ~solved[1] & ~solver_state.old
-        basis, solved = jax.lax.cond(fail, again, lambda _: (basis, solved), None)
-        increments, converged, iterations = solved
+    def spectral_radius(self, state: CollocationState) -> Any:
+        """The largest ``|λ|`` of the kept Jacobian, roughly."""
+        return self.linearisation.radius(state.kept)
 
-        end = start + table.end @ increments
+    def attempt(self, rate: Callable, t0: Any, h: Any, start: Array, state: CollocationState):
+        """One step on flat vectors."""
+        table, model = gauss(self.stages), self.linearisation
+        guess = self._predict(state, h)
+
+        def unsolved(trial: _Trial):
+            # With the Jacobian of this very state a failure means that the step is too long.
+            return ~trial.converged & ~trial.fresh
+
+        def solve(trial: _Trial) -> _Trial:
+            first = trial.rounds == 0
+            new = jnp.where(first, state.old, True)
+            kept, products = jax.lax.cond(
+                new, lambda: model.at(rate, t0, start), lambda: (trial.kept, jnp.asarray(0))
+            )
+            begin = jnp.where(first, guess, 0.0)
+            Z, converged, rounds, used = self._solve(rate, t0, h, start, begin, kept)
+            return _Trial(kept, Z, converged, new, rounds, trial.used + used + products)
+
+        no, none = jnp.asarray(False), jnp.asarray(0)
+        trial = _Trial(state.kept, guess, no, no, none, none)
+        trial = jax.lax.while_loop(unsolved, solve, trial)
+        kept, increments, converged = trial.kept, trial.increments, trial.converged
         # (I − hγJ)⁻¹ [hγ f(y0) + Σ (b̂ − b)_i h k_i]
-        vectors, values = basis
-        error = h * _GAMMA * rate(t0, start) + table.error @ increments
-        error = vectors @ ((vectors.T @ error) / (1 - h * _GAMMA * values))
-        error = jnp.where(converged, error, jnp.inf)
-        # A Jacobian that takes this many iterations is worth making anew.
-        state = _State(basis[0], basis[1], iterations > 7, increments, h)
-        dense = {"y0": y0, "increments": jax.vmap(unravel)(increments)}
-        return unravel(end), unravel(error), dense, state, RESULTS.successful
+        error = h * GAMMA * rate(t0, start) + jnp.asarray(table.error) @ increments
+        error, more = model.damp(kept, rate, t0, h * GAMMA, error)
+        error = error * self._sharpen(error, start)
+        return _Attempt(
+            start + jnp.asarray(table.end) @ increments,
+            jnp.where(converged, error, jnp.inf),
+            CollocationState(kept, trial.rounds > _PATIENCE, increments, h),
+            trial.used + more + 1,
+        )
 
-    def _predict(self, state: _State, h: Any) -> Array:
+    def _sharpen(self, error: Array, start: Array) -> Any:
+        """A factor that brings the estimate, of order s, half-way to the error, of order 2s."""
+        scale = jnp.max(jnp.abs(start))
+        ratio = jnp.max(jnp.abs(error)) / jnp.where(scale > 0, scale, 1.0)
+        return jnp.sqrt(jnp.minimum(ratio, 1.0))
+
+    def _predict(self, state: CollocationState, h: Any) -> Array:
         """The last step's polynomial at this step's nodes, less its end; zero at the first step."""
-        table = _tableau(self.stages)
-        nodes = np.concatenate([[0.0], table.c])
+        table = gauss(self.stages)
         ratio = h / jnp.where(state.size == 0, 1.0, state.size)
         # Far beyond its step a polynomial is worse than nothing.
         usable = (state.size != 0) & (ratio < 3.0)
-        ends = _lagrange(1.0, nodes)[1:] @ state.increments
-        weights = jax.vmap(lambda c: _lagrange(1 + c * ratio, nodes)[1:])(jnp.asarray(table.c))
-        return jnp.where(usable, weights @ state.increments - ends[None, :], 0.0)
+        thetas = 1 + jnp.asarray(np.append(table.c, 0.0)) * ratio
+        weights = (thetas[:, None] ** jnp.arange(self.stages + 1)[None, :]) @ jnp.asarray(
+            table.powers
+        )[:, 1:]
+        weights = weights[:-1] - weights[-1:]
+        return jnp.where(usable, weights @ state.increments, 0.0)
 
-    def _solve(self, rate, t0, h, start, guess, vectors, values):
-        """Stage increments ``Z = hA f(y0 + Z)`` to round-off; whether, and in how many rounds."""
-        table = _tableau(self.stages)
+    def _solve(self, rate, t0, h, start, guess, kept):
+        """Stage increments ``Z = hA f(y0 + Z)`` to round-off; whether, and at what cost."""
+        table = gauss(self.stages)
         times = t0 + h * jnp.asarray(table.c)
-        A, to_eigen, from_eigen = (
-            jnp.asarray(x) for x in (table.A, table.to_eigen, table.from_eigen)
-        )
-        damping = 1 - h * jnp.asarray(table.gammas)[:, None] * values[None, :]
+        A = jnp.asarray(table.A)
         roundoff = 4 * jnp.finfo(start.dtype).eps
 
         def newton(carry):
-            Z, size, _, count = carry
+            Z, size, _, count, used = carry
             rates = jax.vmap(rate)(times, start[None, :] + Z)
-            residual = (Z - h * (A @ rates)) @ vectors
-            change = jnp.real(from_eigen @ ((to_eigen @ residual) / damping)) @ vectors.T
+            residual = Z - h * (A @ rates)
+            change, products = self.linearisation.solve(kept, rate, t0, h, table, residual)
             new = Z - change
             scale = jnp.max(jnp.abs(start)) + jnp.max(jnp.abs(new))
-            return new, jnp.max(jnp.abs(change)) / (roundoff * scale + self.floor), size, count + 1
+            unit = roundoff * scale + self.floor + jnp.finfo(start.dtype).tiny
+            now = jnp.max(jnp.abs(change)) / unit
+            return new, now, size, count + 1, used + products + len(table.c)
+
+        def remaining(size, previous, count):
+            # The next change would be this one times the ratio of the last two.
+            return size * jnp.where(count < 2, 1.0, jnp.minimum(size / previous, 1.0))
 
         def unsolved(carry):
-            _, size, previous, count = carry
+            _, size, previous, count, _ = carry
+            ratio = size / previous
             # Near round-off increments stop falling: below 100 of its units that is the end.
-            stalled = (size > 0.5 * previous) & (size < 100)
-            hopeless = (count > 2) & ~(size < 2 * previous)
-            return (count < _MAX_ITERATIONS) & (size > 1) & ~stalled & ~hopeless
+            stalled = (ratio > 0.5) & (size < 100)
+            hopeless = (count > 2) & ~(ratio < 2)
+            unfinished = remaining(size, previous, count) > 1
+            return (count < _MAX_ITERATIONS) & unfinished & ~stalled & ~hopeless
 
-        begin = (guess, jnp.asarray(1e300, start.dtype), jnp.asarray(1e300, start.dtype), 0)
-        Z, size, _, count = jax.lax.while_loop(unsolved, newton, begin)
-        return Z, size < 100, count
+        far = jnp.asarray(1e300, start.dtype)
+        begin = (guess, far, far, jnp.asarray(0), jnp.asarray(0))
+        Z, size, previous, count, used = jax.lax.while_loop(unsolved, newton, begin)
+        converged = (size < 100) | (remaining(size, previous, count) <= 1)
+        return Z, converged, count, used
+
+
+class _Trial(NamedTuple):
+    """An attempt at the stage equations."""
+
+    kept: PyTree
+    increments: Array
+    converged: Any
+    fresh: Any  # whether the Jacobian is of this state
+    rounds: Any
+    used: Any  # evaluations, of all attempts
+
+
+class _Attempt(NamedTuple):
+    end: Array
+    error: Array
+    state: CollocationState
+    evaluations: Any
