@@ -17,9 +17,10 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 import experiments
+import experiments.benchmarks
 import gradflow as gf
 
-__all__ = ["Experiment", "find", "names", "one_line", "produce_or_load", "run"]
+__all__ = ["Experiment", "benchmark_names", "find", "names", "one_line", "produce_or_load", "run"]
 
 
 class Experiment(Protocol):
@@ -39,9 +40,16 @@ class Experiment(Protocol):
 
 
 def names() -> list[str]:
-    """The names of all experiments, in alphabetical order."""
+    """The names of all experiments, in alphabetical order, without the benchmarks."""
     found = pkgutil.iter_modules(experiments.__path__)
     return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
+
+
+def benchmark_names() -> list[str]:
+    """The names of all benchmarks that are run as experiments are, ``benchmarks.NAME``."""
+    found = pkgutil.iter_modules(experiments.benchmarks.__path__)
+    dotted = (f"benchmarks.{m.name}" for m in found if not m.name.startswith("_"))
+    return sorted(name for name in dotted if hasattr(find(name), "Config"))
 
 
 def find(name: str) -> Experiment:
@@ -75,7 +83,7 @@ def run(name: str, config: Any, folder: Path, force: bool) -> None:
         drawn = experiment.figure(data)
         figures = drawn if isinstance(drawn, dict) else {"": drawn}
         for suffix, figure in figures.items():
-            picture = folder / f"{name}{suffix and '_' + suffix}.png"
+            picture = folder / f"{name.rpartition('.')[2]}{suffix and '_' + suffix}.png"
             figure.savefig(picture)
             plt.close(figure)
             print(f"  drew {picture}")
