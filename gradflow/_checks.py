@@ -154,7 +154,7 @@ def layer_widths(name: str, value: Iterable[int]) -> tuple[int, ...]:
 
 
 def random_key(name: str, value: Any) -> Array:
-    """``value`` as a JAX random key; a whole number is taken as a seed."""
+    """``value`` as a JAX random key; a whole number, traced or not, is taken as a seed."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         if value.shape != ():
             raise ShapeError(name, describe(value), "it must be a single key: use jax.vmap")
@@ -163,6 +163,8 @@ def random_key(name: str, value: Any) -> Array:
         if value.shape != (2,):
             raise ShapeError(name, describe(value), "a raw key must have shape (2,)")
         return jnp.asarray(value)
+    if isinstance(value, jax.core.Tracer) and jnp.issubdtype(value.dtype, jnp.integer):
+        return jax.random.key(value)
     if hasattr(value, "__index__") and not isinstance(value, bool):
         return jax.random.key(whole_number(name, value, 0))
     raise ArgumentError(name, describe(value), "it must be a jax.random.key or a whole-number seed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import subprocess
 from importlib import metadata
@@ -13,6 +14,11 @@ _LIBRARIES = ("gradflow", "jax", "diffrax", "equinox", "numpy", "xarray")
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that decide a result."""
+    return dict(_installed())
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
