@@ -6,10 +6,13 @@ from gradflow import datasets as datasets
 from gradflow import errors as errors
 from gradflow import exact as exact
 from gradflow import initialize as initialize
+from gradflow import landscape as landscape
 from gradflow import losses as losses
 from gradflow import observables as observables
 from gradflow import provenance as provenance
 from gradflow import testing as testing
+from gradflow.connections import Connection as Connection
+from gradflow.connections import heteroclinic as heteroclinic
 from gradflow.descend import descend as descend
 from gradflow.flows import AbstractFlow as AbstractFlow
 from gradflow.flows import EndToEndFlow as EndToEndFlow
@@ -19,8 +22,11 @@ from gradflow.method import Method as Method
 from gradflow.network import LinearNetwork as LinearNetwork
 from gradflow.network import adjacency_flow as adjacency_flow
 from gradflow.problem import Problem as Problem
+from gradflow.reduction import Lift as Lift
+from gradflow.reduction import compress as compress
 from gradflow.simulate import simulate as simulate
 from gradflow.storage import load as load
+from gradflow.sweep import sweep as sweep
 from gradflow.trajectory import Stats as Stats
 from gradflow.trajectory import Status as Status
 from gradflow.trajectory import Trajectory as Trajectory

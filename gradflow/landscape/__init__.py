@@ -1,0 +1,32 @@
+"""The loss landscape: critical points, Hessian form, quotient, arcs, and saddles along a run."""
+
+from gradflow.landscape.arcs import arc as arc
+from gradflow.landscape.arcs import lattice as lattice
+from gradflow.landscape.classify import Classification as Classification
+from gradflow.landscape.classify import classify as classify
+from gradflow.landscape.classify import nearest_signature as nearest_signature
+from gradflow.landscape.escape import LocalSets as LocalSets
+from gradflow.landscape.escape import escape_direction as escape_direction
+from gradflow.landscape.escape import local_sets as local_sets
+from gradflow.landscape.escape import loss_change as loss_change
+from gradflow.landscape.hessian import HessianOperator as HessianOperator
+from gradflow.landscape.hessian import Inertia as Inertia
+from gradflow.landscape.hessian import hessian_form as hessian_form
+from gradflow.landscape.hessian import hessian_matrix as hessian_matrix
+from gradflow.landscape.hessian import hessian_product as hessian_product
+from gradflow.landscape.hessian import inertia as inertia
+from gradflow.landscape.hessian import spectrum as spectrum
+from gradflow.landscape.passages import Passage as Passage
+from gradflow.landscape.passages import saddle_passages as saddle_passages
+from gradflow.landscape.points import Continuum as Continuum
+from gradflow.landscape.points import continuum as continuum
+from gradflow.landscape.points import critical_point as critical_point
+from gradflow.landscape.points import critical_values as critical_values
+from gradflow.landscape.quotient import fiber_dimension as fiber_dimension
+from gradflow.landscape.quotient import map_rank_from_pattern as map_rank_from_pattern
+from gradflow.landscape.quotient import move_in_fiber as move_in_fiber
+from gradflow.landscape.quotient import multiplicities as multiplicities
+from gradflow.landscape.quotient import orbit_codimension as orbit_codimension
+from gradflow.landscape.quotient import rank_pattern as rank_pattern
+from gradflow.landscape.quotient import same_fiber as same_fiber
+from gradflow.landscape.quotient import stratum_dimension as stratum_dimension
