@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from gradflow import _checks
+from gradflow.choice import working_type
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
-from gradflow.choice import working_type
 from gradflow.recording import Recorder, check_observe, tree_norm
 from gradflow.trajectory import Status, Trajectory, describe_state
 
