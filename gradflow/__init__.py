@@ -14,6 +14,7 @@ from gradflow import testing as testing
 from gradflow.connections import Connection as Connection
 from gradflow.connections import heteroclinic as heteroclinic
 from gradflow.descend import descend as descend
+from gradflow.ensemble import ensemble as ensemble
 from gradflow.flows import AbstractFlow as AbstractFlow
 from gradflow.flows import EndToEndFlow as EndToEndFlow
 from gradflow.flows import GradientFlow as GradientFlow

@@ -157,6 +157,7 @@ CONTRACT = (
     "landscape.arc",
     "landscape.saddle_passages",
     "descend",
+    "ensemble",
     "simulate",
     "Method",
     "Status",
