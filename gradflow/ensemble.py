@@ -443,7 +443,7 @@ def _march(
         keep, _, until, _, memory, _ = jax.vmap(adapt, in_axes=(0, 0, 0, 0, None, 0))(
             now.t, made.t, finite, error, made.order, now.memory
         )
-        keep = keep & finite & now.active
+        keep = keep & now.active
         t = jnp.where(keep, made.t, now.t)
         # Written as simulate does it: a step that is lost in the round-off of t ends the run.
         failed = now.active & ~(until - t > 2 * jnp.finfo(t.dtype).eps * jnp.abs(t)) & (t < t1)

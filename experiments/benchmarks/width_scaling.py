@@ -2,10 +2,11 @@
 
 Up to 30,000 hidden units with ``--full``. Both runs use the same solver, tolerances and saved
 times, and are timed after compilation, best of some repeats. "bare" is the full integration that
-records no more than loss and gradient norm; "recorded" is what ``gf.simulate`` does by default, with the conserved matrix of the hidden
-layer and all states. "reduced" is everything that replaces it: compress, simulate with all default
-records, and lift the states at all saved times. Entries of both layers are N(0, a²/d_1), so that
-the tangent kernel, and with it the run, is the same at every width.
+records no more than loss and gradient norm; "recorded" is what ``gf.simulate`` does by default,
+with the conserved matrix of the hidden layer and all states. "reduced" is everything that replaces
+it: compress, simulate with all default records, and lift the states at all saved times. Entries of
+both layers are N(0, a²/d_1), so that the tangent kernel, and with it the run, is the same at every
+width.
 """
 
 from __future__ import annotations
