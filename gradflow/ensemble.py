@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import diffrax
@@ -37,8 +39,10 @@ __all__ = ["ensemble"]
 # Lanes of a batch: enough to fill vector units, few enough for their stages to stay in the cache.
 _LANES = 64
 _STAGE_ENTRIES = 2**16
-# What a batch may hold of states at saved times, in entries.
+# What a batch, and what all batches before their observables are recorded, may hold of states at
+# saved times, in entries.
 _ROW_ENTRIES = 2**25
+_HELD_ENTRIES = 2**26
 _MARCHED = ("auto", "explicit", "stabilised")
 
 
@@ -77,8 +81,11 @@ def ensemble(
             sequence of starts of equal shapes.
         t1: the end, ≥ ``t0``, in units of gradient-flow time.
         lanes_per_batch: starts in one batch; chosen by the size of a start if left out. While a
-            batch runs its states at all saved times are held, whatever ``save_states`` is.
-        workers: batches that run at once; the number of cores if left out.
+            batch runs its states at all saved times are held, whatever ``save_states`` is; of
+            several batches up to half a gigabyte.
+        workers: batches that run at once; the number of cores if left out. One after the other
+            where steps call LAPACK (the right-hand side of :class:`gradflow.EndToEndFlow`, solvers
+            under ``jax.vmap``), as XLA's threads could wait for each other for ever.
         progress: show a progress bar over the starts.
         t0, save, observe, method, stop_gradient_norm, save_states: as for
             :func:`gradflow.simulate`; ``max_steps`` holds for every lane.
@@ -140,23 +147,28 @@ def ensemble(
         if kind == "auto":
             reason = "auto: explicit, stabilised while most of a batch is stiff; lanes in step"
 
-        def run(batch):
-            return _march(
+        def integrate(batch):
+            return _march(flow, batch, *numbers, number(method.max_steps), kind=kind, stops=stops)
+
+        def finish(batch, marched):
+            return _fields(
                 flow,
                 batch,
-                *numbers,
-                number(method.max_steps),
+                marched,
+                grid,
+                number(t0),
+                numbers[-1],
                 observe,
-                kind=kind,
-                stops=stops,
                 save_states=save_states,
             )
+
+        at_once = 1 if _calls_lapack(flow, first) else workers
     else:
         chosen = choose(method, flow, first, t1, t1 - t0)
         name, reason = chosen.name, f"{chosen.reason}, under jax.vmap"
         step_size = None if method.step_size is None else number(method.step_size)
 
-        def run(batch):
+        def integrate(batch):
             return _mapped(
                 flow,
                 batch,
@@ -171,9 +183,15 @@ def ensemble(
                 save_states=save_states,
             )
 
+        def finish(batch, result):
+            return result
+
+        at_once = 1
+
     started = time.perf_counter()
     with tqdm(total=count, desc="ensemble", unit="run", disable=not progress) as bar:
-        result = _in_batches(run, states, count, lanes, workers, bar)
+        held = max(at_once, _HELD_ENTRIES // (lanes * _size(states) * grid.shape[0]))
+        result = _in_batches(integrate, finish, states, count, lanes, at_once, held, bar)
     seconds = time.perf_counter() - started
     targets = flow.target_strengths()
     config = _configuration(flow, first, t0, t1, save, method, stop_gradient_norm)
@@ -238,6 +256,11 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+def _size(states: PyTree) -> int:
+    """The number of entries of one start."""
+    return sum(leaf[0].size for leaf in jax.tree.leaves(states))
+
+
 def _largest_entries(states: PyTree) -> np.ndarray:
     """The largest absolute entry of every start."""
     sizes = [np.abs(x).reshape(len(x), -1).max(axis=1, initial=0) for x in jax.tree.leaves(states)]
@@ -245,7 +268,7 @@ def _largest_entries(states: PyTree) -> np.ndarray:
 
 
 def _default_lanes(states: PyTree, count: int, workers: int, saves: int) -> int:
-    size = sum(leaf[0].size for leaf in jax.tree.leaves(states))
+    size = _size(states)
     fits = min(_LANES, _STAGE_ENTRIES // size, _ROW_ENTRIES // (size * saves))
     # Powers of two, so that ensembles of different size share their programs.
     needed = 2 ** (-(-count // workers) - 1).bit_length()
@@ -253,32 +276,63 @@ def _default_lanes(states: PyTree, count: int, workers: int, saves: int) -> int:
 
 
 def _in_batches(
-    run: Callable, states: PyTree, count: int, lanes: int, workers: int, bar: tqdm
+    integrate: Callable[[PyTree], Any],
+    finish: Callable[[PyTree, Any], dict[str, Any]],
+    states: PyTree,
+    count: int,
+    lanes: int,
+    at_once: int,
+    held: int,
+    bar: tqdm,
 ) -> dict[str, Any]:
-    """``run`` on batches of ``lanes`` starts, several at a time, and the results in order."""
+    """Batches of ``lanes`` starts through both functions, and the results in order.
 
-    def batches() -> Iterator[PyTree]:
-        for low in range(0, count, lanes):
-            index = np.minimum(np.arange(low, low + lanes), count - 1)
-            yield jax.tree.map(lambda leaf, index=index: leaf[index], states)
-
+    ``integrate`` runs for ``at_once`` batches at a time, ``finish`` alone, after ``held`` of them.
+    """
+    lows = range(0, count, lanes)
     x64 = jnp.zeros(()).dtype == np.float64
 
-    def job(batch):
-        with _precision(x64):
-            return jax.tree.map(np.asarray, run(batch))
+    def batch(low: int) -> PyTree:
+        index = np.minimum(np.arange(low, low + lanes), count - 1)
+        return jax.tree.map(lambda leaf: leaf[index], states)
 
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(job, batch) for batch in batches()]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                bar.update(min(lanes, count - lanes * futures.index(future)))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    results = [future.result() for future in futures]
+    def job(low: int) -> tuple[PyTree, Any]:
+        part = batch(low)
+        with _precision(x64):
+            done = jax.block_until_ready(integrate(part))
+        bar.update(min(lanes, count - low))
+        return part, done
+
+    results = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for k in range(0, len(lows), held):
+            futures = [pool.submit(job, low) for low in lows[k : k + held]]
+            try:
+                done = [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+            results += [jax.tree.map(np.asarray, finish(*one)) for one in done]
     return jax.tree.map(lambda *parts: jnp.asarray(np.concatenate(parts)[:count]), *results)
+
+
+# Primitives that are calls of LAPACK. On processors a batch of them is shared out among XLA's
+# threads by one of these, which waits for the others: several programs that do so at once can all
+# wait for each other, for ever.
+_LAPACK = re.compile(
+    r"\b(cholesky\w*|eigh?|geqrf|geqp3|hessenberg|householder_product|lu|ormqr|schur|svd"
+    r"|triangular_solve|tridiagonal\w*|ffi_call|\w+_callback)\["
+)
+
+
+def _calls_lapack(flow: AbstractFlow, state: PyTree) -> bool:
+    arrays, static = eqx.partition(flow, eqx.is_array)
+    return bool(_LAPACK.search(str(_field.trace(static, arrays, 0.0, state).jaxpr)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _field(static: Any, arrays: Any, t: Any, state: PyTree) -> PyTree:
+    return eqx.combine(arrays, static).vector_field(t, state)
 
 
 def _precision(x64: bool) -> Any:
@@ -321,7 +375,8 @@ class _Step(NamedTuple):
     end: Float[Array, "n lanes"]
     slope: Float[Array, "n lanes"]  # f at the end
     error: Float[Array, "n lanes"]
-    radius: Float[Array, " lanes"]  # what it shows of the spectral radius
+    radius: Float[Array, " lanes"]  # what is known of the spectral radius at its start
+    steepness: Float[Array, " lanes"]  # and what its last stages show
     leading: Float[Array, "n lanes"]
     evaluations: Array
     order: Array
@@ -344,6 +399,18 @@ class _March(NamedTuple):
     active: Array
     stiff: Array  # whether the next step is a stabilised one; a single flag
     votes: Array  # for a change
+
+
+class _Marched(NamedTuple):
+    """Where all lanes ended; lanes are the first axis."""
+
+    t: Float[Array, " lanes"]
+    y: Float[Array, "lanes n"]
+    rows: Float[Array, "lanes saves n"]
+    row: Array
+    counts: Array
+    failed: Array
+    out_of_steps: Array
 
 
 # The reach of Tsitouras' method on the negative real axis.
@@ -373,13 +440,11 @@ def _march(
     atol: Array,
     threshold: Array,
     max_steps: Array,
-    observe: dict[str, Callable],
     *,
     kind: str,
     stops: bool,
-    save_states: bool,
-) -> dict[str, Any]:
-    """Integrate a batch, and return the fields of a trajectory with the lanes as first axis.
+) -> _Marched:
+    """Integrate a batch.
 
     Within the loop lanes are the last axis, where sums over a state and products with a lane's own
     numbers are loops over lanes.
@@ -460,7 +525,8 @@ def _march(
         active = now.active & (t < t1) & ~failed & (counts[0] + counts[1] < max_steps)
         if stops:
             active = active & ~(jnp.sqrt(jnp.sum(slope**2, axis=0)) <= threshold)
-        radius = jnp.where(finite, made.radius, now.radius)
+        # A step that blew up says nothing of how steep the flow is.
+        radius = jnp.maximum(made.radius, jnp.where(keep, made.steepness, 0.0))
         new = _March(
             t, y, slope, jnp.where(active, until, t), memory, radius, made.leading, rows,
             now.row + landed, counts, now.failed | failed, active, now.stiff, now.votes,
@@ -469,38 +535,55 @@ def _march(
 
     last = jax.lax.while_loop(lambda now: jnp.any(now.active), advance, start)
 
-    def fields(state, t, y, rows, row, counts, failed, stays):
+    out_of_steps = (last.counts[0] + last.counts[1] >= max_steps) & (last.t < t1) & ~stays
+    return _Marched(last.t, last.y.T, last.rows, last.row, last.counts.T, last.failed, out_of_steps)
+
+
+@eqx.filter_jit
+def _fields(
+    flow: AbstractFlow,
+    states: PyTree,
+    marched: _Marched,
+    grid: Array,
+    t0: Array,
+    threshold: Array,
+    observe: dict[str, Callable],
+    *,
+    save_states: bool,
+) -> dict[str, Any]:
+    """The fields of a trajectory, with the lanes as first axis."""
+    unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], states))[1]
+
+    def lane(state, run):
         record = Recorder(flow, observe, state, t0)
-        final = unravel(y)
-        final_record = record(t, final)
+        final = unravel(run.y)
+        final_record = record(run.t, final)
         norm = final_record["gradient_norm"]
-        out_of_steps = (counts[0] + counts[1] >= max_steps) & (t < t1) & ~stays
         code = jnp.where(
-            failed | ~jnp.isfinite(rate_norm(flow, t0, state)),
+            run.failed | ~jnp.isfinite(rate_norm(flow, t0, state)),
             int(Status.DIVERGED),
             jnp.where(
                 norm <= jnp.maximum(threshold, 0),
                 int(Status.STATIONARY),
-                jnp.where(out_of_steps, int(Status.MAX_STEPS), int(Status.REACHED_END)),
+                jnp.where(run.out_of_steps, int(Status.MAX_STEPS), int(Status.REACHED_END)),
             ),
         )
-        saved = jax.vmap(unravel)(rows)
-        written = jnp.where(jnp.arange(saves) < row, grid, jnp.inf)
-        filled = _fill(record, grid, written, saved, t, final, final_record, row, save_states=True)
+        saved = jax.vmap(unravel)(run.rows)
+        filled = _fill(
+            record, grid, grid, saved, run.t, final, final_record, run.row, save_states=True
+        )
         return {
             **filled,
             "states": filled["states"] if save_states else None,
             "final": final,
-            "final_time": t,
+            "final_time": run.t,
             "final_loss": final_record["loss"],
             "final_gradient_norm": norm,
             "code": code,
-            "step_counts": counts,
+            "step_counts": run.counts,
         }
 
-    return jax.vmap(fields, in_axes=(0, 0, -1, 0, 0, -1, 0, 0))(
-        states, last.t, last.y, last.rows, last.row, last.counts, last.failed, stays
-    )
+    return jax.vmap(lane)(states, marched)
 
 
 def _decide(now: _March, h: Array, t1: Array) -> _March:
@@ -561,13 +644,13 @@ def _explicit_step(rate: Callable, now: _March) -> _Step:
     c = np.append(0.0, tableau.c)
     slopes, end, before = _stages(rate, now.t, h, now.y, slopes, A, c, 1)
     error = h[None, :] * jnp.tensordot(jnp.asarray(tableau.b_error, h.dtype), slopes, 1)
-    radius = jnp.maximum(_steepness(now.y, end, before, slopes), _FADE * now.radius)
     return _Step(
         now.until,
         end,
         slopes[-1],
         error,
-        radius,
+        _FADE * now.radius,
+        _steepness(now.y, end, before, slopes),
         now.leading,
         jnp.asarray(6),
         jnp.asarray(5.0, h.dtype),
@@ -587,10 +670,11 @@ def _stabilised_step(rate: Callable, now: _March, rtol: Array) -> _Step:
     moved = rate(now.t, now.y + shift[None, :] * now.leading)
     image = (moved - now.slope) / shift[None, :]
     found = jnp.maximum(_norms(image), _DOUBT * now.radius)
+    found = jnp.where(jnp.isfinite(found), found, now.radius)
     leading = _unit(image, jnp.cos(jnp.arange(len(image), dtype=dtype) ** 2))
     reach, noise = jnp.asarray(table.reach, dtype), jnp.asarray(table.noise, dtype)
     numbers = jnp.asarray(table.stages)
-    radius = _RADIUS_SAFETY * jnp.where(jnp.isfinite(found), found, now.radius)
+    radius = _RADIUS_SAFETY * found
     planned = jnp.where(now.active, now.until - now.t, 0.0)
     # Of planned steps: lanes near the end of a run plan long ones, and can wait for the others.
     z = jnp.maximum(planned * radius, jnp.finfo(dtype).tiny)
@@ -630,7 +714,8 @@ def _stabilised_step(rate: Callable, now: _March, rtol: Array) -> _Step:
         end,
         slopes[-1],
         error,
-        jnp.maximum(radius / _RADIUS_SAFETY, _steepness(now.y, end, before, slopes)),
+        found,
+        _steepness(now.y, end, before, slopes),
         leading,
         numbers[member] + 1,
         jnp.asarray(4.0, dtype),

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import time
 
 import diffrax
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from tqdm import tqdm
 
 import gradflow as gf
 from cases import SAVES, TARGET, WIDTHS, arrays, problem, quartic_hole, random_network
@@ -204,9 +206,11 @@ def test_the_spectral_radius_is_found_and_no_step_leaves_its_reach():
         )  # fmt: skip
         return module._stabilised_step(rate, now, jnp.asarray(1e-8))
 
-    step = made(jnp.zeros(1), jnp.asarray(np.random.default_rng(0).standard_normal((len(flat), 1))))
+    direction = np.random.default_rng(0).standard_normal((len(flat), 1))
+    step = made(jnp.zeros(1), module._unit(jnp.asarray(direction), flat))
+    assert float(step.radius[0]) < top
     for _ in range(20):
-        step = made(step.radius, module._unit(step.leading, flat))
+        step = made(step.radius, step.leading)
     assert float(step.radius[0]) == pytest.approx(top, rel=0.02)
     # 19 stages at this tolerance.
     assert int(step.evaluations) == 20
@@ -434,3 +438,47 @@ def test_default_batches_fill_all_workers_and_fit_the_memory():
     assert lanes(1, 8, 75) == 1
     assert lanes(1000, 2, 10**6) == 1
     assert lanes(1000, 2, 75, saves=10**5) == 4
+
+
+def test_no_lapack_runs_beside_another_batch():
+    # Batched LAPACK waits for XLA's threads, of which another program may hold the others.
+    net = starts()[0]
+    assert not module._calls_lapack(gf.GradientFlow(problem("coloured")), net)
+    assert not module._calls_lapack(gf.ModeFlow([2.0, 1.0], 3), jnp.ones((3, 2)))
+    end_to_end = gf.EndToEndFlow(problem("whitened"), 3)
+    assert module._calls_lapack(end_to_end, net.end_to_end())
+    traced = jax.make_jaxpr(
+        lambda flow, nets: module._march.__wrapped__(
+            flow,
+            nets,
+            jnp.linspace(0, 1, 3),
+            0.0,
+            1.0,
+            1e-6,
+            1e-8,
+            -1.0,
+            99.0,
+            kind="auto",
+            stops=True,
+        )
+    )(gf.GradientFlow(problem("coloured")), stacked(starts(2)))
+    assert module._LAPACK.search(str(traced)) is None
+    at_once, most, alone = [0], [0], []
+
+    def integrate(batch):
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        time.sleep(0.05)
+        at_once[0] -= 1
+        return batch
+
+    def finish(batch, result):
+        alone.append(at_once[0] == 0)
+        return {"x": result}
+
+    x = np.arange(11.0)
+    with tqdm(total=11, disable=True) as bar:
+        found = module._in_batches(integrate, finish, x, 11, 2, 2, 3, bar)
+    np.testing.assert_array_equal(found["x"], x)
+    assert most == [2]
+    assert alone == [True] * 6
