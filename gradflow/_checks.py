@@ -7,6 +7,7 @@ none yet; checks on shapes and types always run.
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -188,3 +189,10 @@ def reachable_tolerance(name: str, value: float, dtype: Any) -> None:
         if jnp.finfo(dtype).bits < 64:
             remedy += f", or run in float64 by {X64_REMEDY} at the top of the program"
         raise PrecisionError(name, f"{value:g}", remedy)
+
+
+def precision(x64: bool) -> Any:
+    """A context in which JAX has the given ``jax_enable_x64``, in this thread only."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(x64)
+    return importlib.import_module("jax.experimental").enable_x64(x64)  # before JAX 0.8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
 import time
@@ -300,7 +299,7 @@ def _in_batches(
 
     def job(low: int) -> tuple[PyTree, Any]:
         part = batch(low)
-        with _precision(x64):
+        with _checks.precision(x64):
             done = jax.block_until_ready(integrate(part))
         bar.update(min(lanes, count - low))
         return part, done
@@ -335,13 +334,6 @@ def _calls_lapack(flow: AbstractFlow, state: PyTree) -> bool:
 @functools.partial(jax.jit, static_argnums=0)
 def _field(static: Any, arrays: Any, t: Any, state: PyTree) -> PyTree:
     return eqx.combine(arrays, static).vector_field(t, state)
-
-
-def _precision(x64: bool) -> Any:
-    """A context in which this thread has the ``jax_enable_x64`` of the one that started it."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(x64)
-    return importlib.import_module("jax.experimental").enable_x64(x64)  # before JAX 0.8
 
 
 @eqx.filter_jit

@@ -309,7 +309,7 @@ class _Program:
         """The result of a block, or why there is none."""
         shape = tuple(len(values[name]) for name in self.names)
         try:
-            with _precision(self.x64):
+            with _checks.precision(self.x64):
                 if self.batched:
                     results = self._batch(values)
                 else:
@@ -344,13 +344,6 @@ class _Program:
             return jax.vmap(functools.partial(one, fixed))(cells)
 
         return jax.jit(lanes, static_argnums=0)
-
-
-def _precision(x64: bool) -> Any:
-    """A context in which JAX has the given ``jax_enable_x64``, in this thread only."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(x64)
-    return importlib.import_module("jax.experimental").enable_x64(x64)  # before JAX 0.8
 
 
 def _message(error: BaseException) -> str:
