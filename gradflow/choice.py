@@ -177,9 +177,8 @@ def _conserving(flow: AbstractFlow, state: Any) -> GaussLegendre:
 def _stiff_dimension(flow: AbstractFlow, state: Any) -> tuple[int, bool]:
     """The size of the dense form of the Jacobian, and whether it is one on a subspace."""
     size = sum(leaf.size for leaf in jax.tree.leaves(state))
-    stiff = jax.eval_shape(flow.stiff_directions, state)
-    count = size if stiff is None else jax.tree.leaves(stiff)[0].shape[0]
-    return (count, True) if 2 * count < size else (size, False)
+    count = flow.stiff_count()
+    return (count, True) if count is not None and 2 * count < size else (size, False)
 
 
 def _linearisation(flow: AbstractFlow, state: Any) -> AbstractLinearisation:
@@ -197,7 +196,9 @@ def _roundoff(flow: AbstractFlow, state: Any) -> Any:
     """Round-off of the largest entries that a state will have on its way, roughly."""
     strengths = flow.target_strengths()
     sizes = [*jax.tree.leaves(state), *([] if strengths is None else [strengths])]
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in sizes]))
+    # On the host, where it takes no dispatch, unless numbers are traced.
+    xp = np if _checks.is_concrete(sizes) else jnp
+    largest = xp.max(xp.stack([xp.max(xp.abs(xp.asarray(leaf)), initial=0.0) for leaf in sizes]))
     return jnp.finfo(largest.dtype).eps * largest
 
 

@@ -30,6 +30,7 @@ from gradflow.network import LinearNetwork
 from gradflow.recording import Recorder, check_observe, rate_norm
 from gradflow.simulate import _configuration, _fill, _integrate, _save_times, _warn_if_coarse
 from gradflow.solvers import PredictiveSteps
+from gradflow.solvers.linearisation import scattered
 from gradflow.solvers.stabilised import _table
 from gradflow.trajectory import Status, Trajectory
 
@@ -665,7 +666,7 @@ def _stabilised_step(rate: Callable, now: _March, rtol: Array) -> _Step:
     image = (moved - now.slope) / shift[None, :]
     found = jnp.maximum(_norms(image), _DOUBT * now.radius)
     found = jnp.where(jnp.isfinite(found), found, now.radius)
-    leading = _unit(image, jnp.cos(jnp.arange(len(image), dtype=dtype) ** 2))
+    leading = _unit(image, scattered(len(image), dtype))
     reach, noise = jnp.asarray(table.reach, dtype), jnp.asarray(table.noise, dtype)
     numbers = jnp.asarray(table.stages)
     radius = _RADIUS_SAFETY * found

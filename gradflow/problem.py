@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from gradflow import _checks
-from gradflow._products import product
+from gradflow._products import product, spectral_norm
 from gradflow.errors import ArgumentError, ShapeError
 
 __all__ = ["Assumptions", "Check", "Problem"]
@@ -444,7 +444,7 @@ class Problem(eqx.Module):
         """``λ_max(C_x)``, the largest Hessian eigenvalue of the quadratic loss in W."""
         if self.input_covariance is None:
             return 1.0
-        return float(np.linalg.norm(self.input_covariance, 2))
+        return spectral_norm(np.asarray(self.input_covariance))
 
     def check_widths(self, widths: tuple[int, ...]) -> None:
         """Raise ``ValueError`` unless the end-to-end map of ``widths`` has this problem's shape."""

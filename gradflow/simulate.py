@@ -97,7 +97,7 @@ def simulate(
     observe = check_observe(observe, flow)
     dtype = working_type(flow, state)
     _checks.reachable_tolerance("rtol", method.rtol, dtype)
-    state = jax.tree.map(lambda leaf: leaf.astype(dtype), state)
+    state = jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), state)
     _warn_if_coarse(state, method.atol)
     grid = _save_times(save, t0, t1, dtype)
     horizon = float(t1 - t0) if _checks.is_concrete(t0, t1) else None
@@ -133,8 +133,7 @@ def simulate(
     seconds = time.perf_counter() - started if concrete else float("nan")
     trajectory = Trajectory(
         **result,
-        targets=flow.target_strengths(),
-        seconds=jnp.asarray(seconds, dtype),
+        seconds=number(seconds),
         solver=chosen.name,
         reason=chosen.reason,
         config=_configuration(flow, state, t0, t1, save, method, stop_gradient_norm),
@@ -240,6 +239,7 @@ def _integrate(
     )
     return {
         **rows,
+        "targets": flow.target_strengths(),
         "final": final,
         "final_time": final_time,
         "final_loss": final_record["loss"],

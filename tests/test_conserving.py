@@ -135,6 +135,7 @@ def test_flows_that_are_no_gradients_are_refused():
 def _forms(flow, state):
     _, unravel = ravel_pytree(state)
     stacked = jax.eval_shape(flow.stiff_directions, state)
+    assert jax.tree.leaves(stacked)[0].shape[0] == flow.stiff_count()
     count = jax.tree.leaves(stacked)[0].shape[0]
     return {
         "eigenbasis": Eigenbasis(),
@@ -171,7 +172,7 @@ def test_conjugate_gradients_solve_shifted_systems_of_a_symmetric_matrix():
     turn, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((4, 4)))
     J = turn @ S @ turn.T
     table, r = gauss(3), np.random.default_rng(1).standard_normal((3, 4))
-    x, _ = Krylov().solve((jnp.zeros(4), 0.0), lambda t, y: J @ y, 0.0, 0.5, table, jnp.asarray(r))
+    x, _ = Krylov().solver((jnp.zeros(4), 0.0), lambda t, y: J @ y, 0.0, 0.5, table)(jnp.asarray(r))
     exact = np.linalg.solve(np.eye(12) - 0.5 * np.kron(table.A, J), r.ravel()).reshape(3, 4)
     # To the fixed tolerance of the inner iteration.
     assert np.linalg.norm(x - exact) < 0.1 * np.linalg.norm(exact)

@@ -61,6 +61,10 @@ class AbstractFlow(eqx.Module):
         """
         return None
 
+    def stiff_count(self) -> int | None:
+        """How many :meth:`stiff_directions` there are."""
+        return None
+
     def background_rate(self) -> Any:
         """``∂f/∂x`` off the stiff directions, roughly: a number ≤ 0."""
         return 0.0

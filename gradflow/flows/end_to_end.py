@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gradflow import _checks
+from gradflow._products import spectral_norm
 from gradflow.errors import ArgumentError, BalanceWarning, ShapeError
 from gradflow.flows.base import AbstractFlow
 from gradflow.flows.gradient import largest_imbalance, problem_observables
@@ -104,7 +105,7 @@ class EndToEndFlow(AbstractFlow):
         problem = self.problem
         if problem.optimum is None or not _checks.is_concrete(state, problem):
             return None
-        top = max(float(np.linalg.norm(m, 2)) for m in (state, problem.optimum))
+        top = max(spectral_norm(np.asarray(m)) for m in (state, problem.optimum))
         return problem.largest_curvature() * self.depth * top ** (2 - 2 / self.depth)
 
     def describe(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from gradflow import _checks
-from gradflow._products import product
+from gradflow._products import product, spectral_norm
 from gradflow.errors import ArgumentError
 from gradflow.flows.base import AbstractFlow
-from gradflow.network import LinearNetwork, consecutive_product
+from gradflow.network import LinearNetwork
 from gradflow.problem import Problem
 
 __all__ = [
@@ -167,16 +168,17 @@ class GradientFlow(AbstractFlow):
         problem = self.problem
         if problem.optimum is None or not _checks.is_concrete(state, problem):
             return None
-        weights, depth = state.weights, state.depth
+        weights, depth = tuple(np.asarray(w) for w in state.weights), state.depth
         here = 0.0
         for layer in range(depth):
             sides = [side for side in (weights[layer + 1 :], weights[:layer]) if side]
-            products = [np.asarray(consecutive_product(side)) for side in sides]
+            with np.errstate(all="ignore"):
+                products = [reduce(lambda total, w: w @ total, side) for side in sides]
             if not all(np.isfinite(product).all() for product in products):
                 return None
-            norms = [np.linalg.norm(product, 2) for product in products]
+            norms = [spectral_norm(product) for product in products]
             here += float(np.prod(norms)) ** 2
-        strongest = float(np.linalg.norm(np.asarray(problem.optimum), 2))
+        strongest = spectral_norm(np.asarray(problem.optimum))
         there = depth * strongest ** (2 - 2 / depth)
         return problem.largest_curvature() * max(here, there) + float(self.weight_decay)
 
@@ -197,6 +199,10 @@ class GradientFlow(AbstractFlow):
                 for left, right, w in zip(reversed(after), before, weights, strict=True)
             )
         )
+
+    def stiff_count(self) -> int:
+        d_out, d_in = self.problem.shape
+        return d_out * d_in
 
     def background_rate(self) -> Array:
         return -self.weight_decay

@@ -227,12 +227,13 @@ class GaussLegendre(diffrax.AbstractAdaptiveSolver):
         times = t0 + h * jnp.asarray(table.c)
         A = jnp.asarray(table.A)
         roundoff = 4 * jnp.finfo(start.dtype).eps
+        solve = self.linearisation.solver(kept, rate, t0, h, table)
 
         def newton(carry):
             Z, size, _, count, used = carry
             rates = jax.vmap(rate)(times, start[None, :] + Z)
             residual = Z - h * (A @ rates)
-            change, products = self.linearisation.solve(kept, rate, t0, h, table, residual)
+            change, products = solve(residual)
             new = Z - change
             scale = jnp.max(jnp.abs(start)) + jnp.max(jnp.abs(new))
             unit = roundoff * scale + self.floor + jnp.finfo(start.dtype).tiny

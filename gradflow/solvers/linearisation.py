@@ -19,14 +19,24 @@ from jaxtyping import Array, Float, PyTree
 
 from gradflow.solvers.tableau import Tableau
 
-__all__ = ["AbstractLinearisation", "Eigenbasis", "Krylov", "StiffSubspace"]
+__all__ = ["AbstractLinearisation", "Eigenbasis", "Krylov", "StiffSubspace", "scattered"]
 
 Rate = Callable[[Any, Array], Array]
+StageSolver = Callable[[Float[Array, "s n"]], tuple[Float[Array, "s n"], Any]]
 
 # An eigenvalue of the scaled residual's Krylov space is resolved in a few dozen products.
 _MAX_PRODUCTS = 200
 _KRYLOV_TOLERANCE = 0.02
 _POWER_ROUNDS = 8
+
+
+def scattered(size: int, dtype: Any, which: int = 0) -> Float[Array, " size"]:
+    """Fixed numbers in [−½, ½) without a pattern; ``which`` of many such vectors.
+
+    Without trigonometric functions, which would take longer than a step that evaluates them anew.
+    """
+    multiples = (np.sqrt(2.0) + which * np.sqrt(3.0)) * jnp.arange(1, size + 1, dtype=dtype) ** 2
+    return multiples - jnp.floor(multiples) - 0.5
 
 
 class AbstractLinearisation(eqx.Module):
@@ -48,10 +58,9 @@ class AbstractLinearisation(eqx.Module):
         """The largest ``|λ|`` of what is kept, or a good lower bound of it."""
 
     @abc.abstractmethod
-    def solve(
-        self, kept: PyTree, rate: Rate, t: Any, h: Any, table: Tableau, r: Float[Array, "s n"]
-    ) -> tuple[Float[Array, "s n"], Any]:
-        """``x`` with ``(I − hA ⊗ J) x ≈ r``, and the number of products with J."""
+    def solver(self, kept: PyTree, rate: Rate, t: Any, h: Any, table: Tableau) -> StageSolver:
+        """A function from ``r``, (s, n), to ``x`` with ``(I − hA ⊗ J) x ≈ r`` and the number of
+        products with J; what does not depend on ``r`` is done once."""
 
     @abc.abstractmethod
     def damp(
@@ -72,18 +81,26 @@ class _Diagonal(AbstractLinearisation):
     def radius(self, kept):
         return jnp.maximum(jnp.max(jnp.abs(kept.values)), jnp.abs(kept.background))
 
-    def solve(self, kept, rate, t, h, table, r):
-        # r/(1 − hγc) on the complement; on the pairs the difference to what they need.
-        gammas, into, back = (jnp.asarray(x) for x in (table.gammas, table.into, table.back))
+    def solver(self, kept, rate, t, h, table):
+        # (I − hλA)⁻¹, a real s × s matrix for every λ, from the pairs of eigenvalues of A.
+        pieces = table.into[:, :, None] * table.back.T[:, None, :]
 
-        def eigen(x, values):
-            damped = (into @ x) / (1 - h * gammas[:, None] * values[None, :])
-            return jnp.real(back @ damped)
+        def inverse(values):
+            damped = 1 / (1 - h * jnp.asarray(table.gammas)[:, None] * values[None, :])
+            parts = jnp.asarray(pieces.real)[..., None] * damped.real[:, None, None, :]
+            parts -= jnp.asarray(pieces.imag)[..., None] * damped.imag[:, None, None, :]
+            return jnp.sum(parts, axis=0)
 
-        background = eigen(jnp.eye(len(table.c), dtype=r.dtype), kept.background[None])
-        coefficients = r @ kept.vectors
-        correction = eigen(coefficients, kept.values) - background @ coefficients
-        return background @ r + correction @ kept.vectors.T, 0
+        # The background on all of the space; on the pairs the difference to what they need.
+        background = inverse(kept.background[None])
+        correction = inverse(kept.values) - background
+        background = background[:, :, 0].T
+
+        def solve(r):
+            along = jnp.sum(correction * (r @ kept.vectors)[:, None, :], axis=0)
+            return background @ r + along @ kept.vectors.T, 0
+
+        return solve
 
     def damp(self, kept, rate, t, h, r):
         c = 1 / (1 - h * kept.background)
@@ -159,7 +176,7 @@ class Krylov(AbstractLinearisation):
             return jnp.where(size > 0, v / jnp.where(size > 0, size, 1.0), v), size
 
         # Power iteration from some of every direction.
-        start = jnp.cos(np.sqrt(2.0) * jnp.arange(1, y.shape[0] + 1, dtype=y.dtype) ** 2)
+        start = scattered(y.shape[0], y.dtype)
         start = start / jnp.linalg.norm(start)
         _, radius = jax.lax.fori_loop(0, _POWER_ROUNDS, again, (start, jnp.zeros((), y.dtype)))
         return (y, radius), jnp.asarray(_POWER_ROUNDS)
@@ -167,7 +184,7 @@ class Krylov(AbstractLinearisation):
     def radius(self, kept):
         return kept[1]
 
-    def solve(self, kept, rate, t, h, table, r):
+    def solver(self, kept, rate, t, h, table):
         gammas, into, back = (jnp.asarray(x) for x in (table.gammas, table.into, table.back))
         _, product = jax.linearize(lambda x: rate(t, x), kept[0])
         shifts = h * gammas
@@ -176,8 +193,11 @@ class Krylov(AbstractLinearisation):
             real = jax.vmap(product)(jnp.concatenate([x.real, x.imag]))
             return x - shifts[:, None] * jax.lax.complex(*jnp.split(real, 2))
 
-        x, count = _conjugate_gradients(apply, into @ r)
-        return jnp.real(back @ x), 2 * len(table.gammas) * count
+        def solve(r):
+            x, count = _conjugate_gradients(apply, into @ r)
+            return jnp.real(back @ x), 2 * len(table.gammas) * count
+
+        return solve
 
     def damp(self, kept, rate, t, h, r):
         _, product = jax.linearize(lambda x: rate(t, x), kept[0])

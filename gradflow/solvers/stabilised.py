@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 
 from gradflow.errors import ArgumentError
 from gradflow.solvers.controllers import Costed
+from gradflow.solvers.linearisation import scattered
 
 __all__ = ["OrthogonalChebyshev"]
 
@@ -198,8 +199,7 @@ def _scattered(tree: PyTree) -> PyTree:
     """A fixed unit vector that no eigenspace is likely to be orthogonal to."""
 
     def leaf(k, x):
-        count = jnp.arange(1, x.size + 1, dtype=x.dtype)
-        return jnp.cos((k + 1.4) * count**2).reshape(x.shape)
+        return scattered(x.size, x.dtype, k).reshape(x.shape)
 
     leaves, structure = jax.tree.flatten(tree)
     return _normalised(jax.tree.unflatten(structure, [leaf(k, x) for k, x in enumerate(leaves)]))

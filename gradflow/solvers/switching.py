@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
 from gradflow.solvers.controllers import Costed
-from gradflow.solvers.explicit import REACH, STAGES, explicit_step, interpolate
+from gradflow.solvers.explicit import REACH, STAGES, explicit_step
 from gradflow.solvers.resteps import Restep
 
 __all__ = ["Switching"]
@@ -100,7 +100,6 @@ class Switching(diffrax.AbstractAdaptiveSolver):
         unravel = ravel_pytree(y0)[1]
         h = t1 - t0
         state = solver_state
-        blank = jnp.zeros((STAGES, start.shape[0]), start.dtype)
         shapes = jax.eval_shape(
             lambda: self.stiff.step(term, t0, t1, start, None, state.other, state.known)
         )
@@ -126,7 +125,7 @@ class Switching(diffrax.AbstractAdaptiveSolver):
                 state.other,
             )
             told = Costed(made.error, evaluations, jnp.asarray(8.0, start.dtype))
-            return made.end, told, made.slopes, empty, new
+            return made.end, told, slope, empty, new
 
         def stiffly():
             y1, told, dense, other, _ = self.stiff.step(
@@ -144,9 +143,9 @@ class Switching(diffrax.AbstractAdaptiveSolver):
                 jnp.asarray(told.evaluations, start.dtype),
                 jnp.asarray(order, start.dtype),
             )
-            return y1, told, blank, dense, new
+            return y1, told, jnp.zeros_like(start), dense, new
 
-        end, told, slopes, dense, new = jax.lax.cond(state.stiff, stiffly, explicitly)
+        end, told, slope, dense, new = jax.lax.cond(state.stiff, stiffly, explicitly)
         stiff = state.stiff.astype(start.dtype)
         error: Any = Costed(unravel(told.error), told.evaluations, told.order, stiff)
         if not self.costed:
@@ -154,7 +153,7 @@ class Switching(diffrax.AbstractAdaptiveSolver):
         y1 = unravel(end)
         # Not both: one of them is of a step that was not made.
         memory = (dense["info"], None) if self._inside else (None, (state.other, state.known))
-        info = (y0, state.stiff, slopes, memory)
+        info = (y0, state.stiff, slope, memory)
         return y1, error, {"y1": y1, "info": info}, new, RESULTS.successful
 
     @property
@@ -164,7 +163,7 @@ class Switching(diffrax.AbstractAdaptiveSolver):
 
     def between(self, t0: Any, t1: Any, t: Any, info: PyTree) -> PyTree:
         """The state at ``t`` inside a step from ``t0`` to ``t1``."""
-        y0, stiff, slopes, (inside, before) = info
+        y0, stiff, slope, (inside, before) = info
         start, term = self._flat(y0)
         unravel = ravel_pytree(y0)[1]
 
@@ -177,6 +176,7 @@ class Switching(diffrax.AbstractAdaptiveSolver):
             return self.stiff.step(term, t0, t, start, None, *before)[0]
 
         def explicitly():
-            return interpolate(start, t1 - t0, slopes, (t - t0) / (t1 - t0))
+            rate = term.vector_field
+            return explicit_step(lambda s, y: rate(s, y, None), t0, t - t0, start, slope).end
 
         return unravel(jax.lax.cond(stiff, stiffly, explicitly))
