@@ -318,7 +318,7 @@ class InvertibleBlock(AbstractBlock):
         """
         Y = jnp.asarray(Y)
         eps = float(jnp.finfo(Y.dtype).eps)
-        found = optimistix.fixed_point(
+        found: Any = optimistix.fixed_point(
             lambda x, branch: Y - branch(x),
             # Increments of this size leave an error of c/(1 − c) times as much.
             optimistix.FixedPointIteration(rtol=4 * eps, atol=4 * eps),
@@ -482,7 +482,7 @@ def _stacked(blocks: list[Any]) -> Any:
         return jax.tree.map(lambda a: (a.shape, a.dtype), arrays)
 
     for i, (arrays, rest) in enumerate(parts):
-        same = jax.tree.structure(arrays) == jax.tree.structure(first_arrays)
+        same = jax.tree.structure(arrays) == structure
         if not same or shapes(arrays) != shapes(first_arrays) or rest != first_rest:
             raise ArgumentError(
                 f"blocks[{i}]",

@@ -35,7 +35,7 @@ class _Node(NamedTuple):
 
 
 class DeltaModulatedFlow(AbstractFlow):
-    """``Ẇ_i = Δ_i f_i(A)``, ``Δ_i = I − β_i k_i k_iᵀ``: learning along ``k_i`` at speed ``1 − β_i``.
+    """``Ẇ_i = Δ_i f_i(A)``, ``Δ_i = I − β_i k_i k_iᵀ``: along ``k_i`` at speed ``1 − β_i``.
 
     ``f_i`` is the plain flow of layer i, and ``Δ_i`` acts on the layer's output side. β < 1 is
     gradient flow in another metric, so that the loss falls; β = 1 freezes ``k_iᵀW_i``; β > 1
@@ -74,7 +74,7 @@ class DeltaModulatedFlow(AbstractFlow):
 
     plain: GradientFlow
     numbers: Float[Array, " h"]  # the fixed gates; 0 where they vary
-    schedule: Callable[[Any, LinearNetwork], Array] | None
+    schedule: Any  # the function of those that vary, or None
     directions: tuple[Array, ...]
     kinds: tuple[str, ...] = eqx.field(static=True)
 

@@ -1,4 +1,4 @@
-"""Gradient flow of the parameters of any layers: minus the gradient, by automatic differentiation."""
+"""Gradient flow of the parameters of any layers, by automatic differentiation."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ResidualFlow(AbstractFlow):
         shortcuts = (None,) * state.depth if self.shortcuts is None else self.shortcuts
         return state.with_weights(
             tuple(
-                w + (jnp.eye(*w.shape, dtype=w.dtype) if D is None else D)
+                w + (jnp.eye(w.shape[0], w.shape[1], dtype=w.dtype) if D is None else D)
                 for D, w in zip(shortcuts, state.weights, strict=True)
             )
         )
