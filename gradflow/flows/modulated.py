@@ -55,7 +55,13 @@ class DeltaModulatedFlow(AbstractFlow):
     * ``β_i`` varying: no entry along ``k_i``, whose weight ``1/(1 − β_i)`` would change.
     * ``β_{i+1} = 1``: there is no ``P_{i+1}^{-1}``. The frozen ``a = W_{i+1}ᵀk_{i+1}`` takes its
       place, and the block orthogonal to both ``k_i`` and a is conserved.
+      Where the layers i and i + 2 have fixed gates other than 1, one law more joins the ends of
+      layer i + 1: ``‖W_{i+1}‖² − ‖a‖² − tr W_iᵀP_i⁻¹W_i + κᵀW_{i+2}ᵀP_{i+2}⁻¹W_{i+2}κ``, ``κ =
+      k_{i+1}``.
     * ``β_{i+1}`` varying: nothing at node i.
+
+    These are all laws at the widths and gates where the Lie algebra of the flows was computed,
+    with no two gates of 1 in neighbouring layers.
 
     Args:
         problem: the loss of the end-to-end map.
@@ -211,7 +217,8 @@ class DeltaModulatedFlow(AbstractFlow):
 
         For each hidden node the block of ``C̃_i`` orthogonal to ``k_i`` (``(d_i, d_i)``, zero along
         ``k_i``), then its entry along ``k_i`` (a scalar); then the frozen rows ``k_iᵀW_i``
-        (``(d_{i-1},)``) of the layers with β = 1. See the class for which of these there are.
+        (``(d_{i-1},)``) of the layers with β = 1, and what they leave of the traces at their ends.
+        See the class for which of these there are.
         """
         found = []
         for i in range(1, self.depth):
@@ -223,7 +230,26 @@ class DeltaModulatedFlow(AbstractFlow):
         for kind, k, w in zip(self.kinds, self.directions, state.weights, strict=True):
             if kind == _FROZEN:
                 found.append(k @ w)
+        for j in range(1, self.depth - 1):
+            around = {self.kinds[j - 1], self.kinds[j + 1]}
+            if self.kinds[j] == _FROZEN and around <= {_PLAIN, _FIXED}:
+                found.append(self._trace_across(j, state.weights))
         return found
+
+    def _trace_across(self, j: int, weights: tuple[Array, ...]) -> Array:
+        """The law that a frozen layer j (from 0) leaves of the traces at both of its ends."""
+        before, w, after = weights[j - 1 : j + 2]
+        along = after @ self.directions[j]
+        return (
+            jnp.sum(w**2)
+            - jnp.sum((self.directions[j] @ w) ** 2)
+            - self._squares(j - 1, before)
+            + self._squares(j + 1, along[:, None])
+        )
+
+    def _squares(self, i: int, matrix: Array) -> Array:
+        """``tr(XᵀP⁻¹X)`` with the P of layer i (from 0)."""
+        return jnp.sum(matrix**2) + self._weight(i) * jnp.sum((self.directions[i] @ matrix) ** 2)
 
     def broken(self, state: LinearNetwork) -> list[Array]:
         """What is left of ``C̃_i`` at each hidden node when its conserved parts are taken out.
