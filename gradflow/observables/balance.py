@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,20 +67,25 @@ def independent_laws(net: Any, flow: AbstractFlow | None = None) -> int:
         if not isinstance(flow, AbstractFlow):
             raise ArgumentError("flow", _checks.describe(flow), "it must be a flow")
         net = flow.check_state(net)
-    flat, unravel = ravel_pytree(net)
-
-    def laws(flat):
-        if flow is None:
-            arrays = [
-                c[jnp.triu_indices(len(c))] for c in interior_commutators(unravel(flat).weights)
-            ]
-        else:
-            arrays = flow.conserved(unravel(flat))
-        return jnp.concatenate([jnp.zeros(0, flat.dtype), *(a.ravel() for a in arrays)])
-
-    gradients = np.asarray(jax.jacrev(laws)(flat))
+    gradients = np.asarray(_law_gradients(flow, net))
     if not gradients.size:
         return 0
     values = np.linalg.svd(gradients, compute_uv=False)
     cutoff = values.max() * max(gradients.shape) * np.finfo(values.dtype).eps
     return int((values > cutoff).sum())
+
+
+@eqx.filter_jit
+def _law_gradients(flow: AbstractFlow | None, net: Any) -> Float[Array, "laws parameters"]:
+    """The gradients of all entries of all laws, one per row."""
+    flat, unravel = ravel_pytree(net)
+
+    def laws(flat):
+        if flow is None:
+            found = interior_commutators(unravel(flat).weights)
+            arrays = [c[jnp.triu_indices(len(c))] for c in found]
+        else:
+            arrays = flow.conserved(unravel(flat))
+        return jnp.concatenate([jnp.zeros(0, flat.dtype), *(a.ravel() for a in arrays)])
+
+    return jax.jacrev(laws)(flat)
