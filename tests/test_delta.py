@@ -150,7 +150,9 @@ def test_block_rewrites_with_the_parts_at_its_state(columns):
     assert 0 < float(block.parts(X)[2]) < 2
 
 
-@pytest.mark.parametrize("columns", [None, 3], ids=["vector", "matrix"])
+@pytest.mark.parametrize(
+    "columns", [None, pytest.param(3, marks=pytest.mark.slow)], ids=["vector", "matrix"]
+)
 def test_jacobian_of_a_block_is_that_of_finite_differences(columns):
     block = D.DeltaBlock(*linear_parts(columns=columns))
     X = np.random.default_rng(6).standard_normal((4,) if columns is None else (4, columns))
@@ -377,12 +379,12 @@ def test_readout_error_decays_in_the_flow_and_jumps_across_in_the_blocks(beta):
     assert (beta > 1) == bool((np.sign(discrete[1]) == -np.sign(e0)).all())
 
 
-def test_depth_flow_of_no_depth_and_of_a_closed_gate_stays_where_it_is():
+@pytest.mark.parametrize(("beta", "t1"), [(0.0, 3.0), pytest.param(1, 0, marks=pytest.mark.slow)])
+def test_depth_flow_of_a_closed_gate_and_of_no_depth_stays_where_it_is(beta, t1):
     X0 = np.arange(6.0).reshape(3, 2)
-    for beta, t1 in ((0.0, 3.0), (1.0, 0.0)):
-        block = D.DeltaBlock(direction(d=3), np.ones(2), beta, squash=False)
-        traj = D.rewrite_flow(block, X0, t1, save=9, method=TIGHT)
-        np.testing.assert_array_equal(traj.final, X0)
+    block = D.DeltaBlock(direction(d=3), np.ones(2), float(beta), squash=False)
+    traj = D.rewrite_flow(block, X0, t1, save=9, method=TIGHT)
+    np.testing.assert_array_equal(traj.final, X0)
 
 
 # Networks ----------------------------------------------------------------------------------------

@@ -78,7 +78,11 @@ def shortcut_kinds():
 
 
 @pytest.mark.parametrize(
-    "kind", ["identity", "delta", pytest.param("given", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "identity",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("delta", "given")),
+    ],
 )
 def test_residual_flow_is_plain_flow_from_a_shifted_start(kind):
     shortcuts, dense = shortcut_kinds()[kind]
@@ -102,6 +106,16 @@ def test_residual_flow_is_plain_flow_from_a_shifted_start(kind):
         np.testing.assert_allclose(C, expected, rtol=0, atol=1e-13)
     gf.testing.assert_conserved(residual, atol=1e-7)
     assert gf.observables.independent_laws(branches, flow) == 12
+
+
+def test_residual_field_is_the_plain_one_at_the_layers():
+    shortcuts, _ = shortcut_kinds()["delta"]
+    square, branches = gf.Problem(TARGET[:, :3].copy()), start(SQUARE, 0.3)
+    flow = gf.ResidualFlow(square, shortcuts)
+    layers = [np.asarray(d) + w for d, w in zip(shortcuts, arrays(branches), strict=True)]
+    plain = gf.GradientFlow(square).vector_field(0.0, gf.LinearNetwork(layers))
+    for f, g in zip(arrays(flow.vector_field(0.0, branches)), arrays(plain), strict=True):
+        np.testing.assert_array_equal(f, g)
 
 
 def test_residual_flow_takes_rectangular_identities_as_the_residual_start_has_them():
@@ -149,9 +163,8 @@ def test_residual_networks_stay_at_the_saddle_of_a_negative_eigenvalue_and_delta
     assert learnt >= 9
 
 
-@pytest.mark.parametrize(
-    "name", ["highway", pytest.param("delta_shortcut", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["highway", "delta_shortcut"])
 def test_parameter_flow_trains_other_layers(name):
     rng = np.random.default_rng(15)
     W, g, k = 0.3 * rng.standard_normal((3, 2, 2)), np.zeros(3), rng.standard_normal((3, 2))
@@ -169,6 +182,18 @@ def test_parameter_flow_trains_other_layers(name):
 def test_orthogonal_network_learns_a_rotation_and_no_reflection():
     c, s = np.cos(2.0), np.sin(2.0)
     state = D.OrthogonalNetwork(0.1 * np.random.default_rng(16).standard_normal((3, 2, 2)))
-    for target, loss in ((np.array([[c, -s], [s, c]]), 0.0), (np.diag([1.0, -1.0]), 2.0)):
+    # The rotation nearest to diag(2, −1) is the identity, at ½(1² + 2²); a reflection has ½.
+    for target, loss in ((np.array([[c, -s], [s, c]]), 0.0), (np.diag([2.0, -1.0]), 2.5)):
         traj = simulate(gf.ParameterFlow(gf.Problem(target)), state, 40.0, explicit(1e-8), save=5)
         assert float(traj.final_loss) == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_lanes_of_an_ensemble_are_single_runs():
+    flow, method = gf.DeltaNetworkFlow(gf.Problem(np.diag([1.5, 1.0, -1.0]))), explicit(1e-9)
+    nets = [D.DeltaNetwork.random(seed, 4, 3, scale=0.3) for seed in range(3)]
+    batch = gf.ensemble(flow, nets, 5.0, save=5, method=method)
+    for i, net in enumerate(nets):
+        single = simulate(flow, net, 5.0, method)
+        np.testing.assert_allclose(batch.lane(i)["modes"], single["modes"], rtol=0, atol=1e-7)
+        np.testing.assert_allclose(batch.lane(i)["gates"], single["gates"], rtol=0, atol=1e-7)
