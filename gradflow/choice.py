@@ -163,7 +163,7 @@ def _conserving(flow: AbstractFlow, state: Any) -> GaussLegendre:
         raise ArgumentError(
             "solver",
             f"'conserving' for {type(flow).__name__}",
-            "it is for flows with a symmetric Jacobian (GradientFlow, ModeFlow): take 'implicit'",
+            "it is for flows with a symmetric Jacobian, like GradientFlow: take 'implicit'",
         )
     return GaussLegendre(
         stages=COLLOCATION_STAGES,

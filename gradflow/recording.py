@@ -27,7 +27,7 @@ def check_observe(observe: Observe | None, flow: AbstractFlow) -> dict[str, Call
         raise ArgumentError(
             "observe", _checks.describe(observe), "it must be a dict {name: function of the state}"
         )
-    taken = {*_ALWAYS, *flow.observables()}
+    taken = {*_ALWAYS, *flow.observables(), *flow.timed_observables()}
     for name, function in observe.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ArgumentError("observe", f"the name {name!r}", "names must be identifiers")
@@ -74,5 +74,6 @@ class Recorder:
             "loss": flow.loss(state),
             "gradient_norm": rate_norm(flow, t, state),
             "law_drift": jnp.stack(drifts) if drifts else jnp.zeros(0),
+            **{name: function(t, state) for name, function in flow.timed_observables().items()},
             **{name: function(state) for name, function in self._functions.items()},
         }

@@ -67,6 +67,7 @@ def run(kind: str) -> gf.Trajectory:
 class Reference(NamedTuple):
     name: str
     problem: gf.Problem
+    flow: gf.AbstractFlow
     start: gf.LinearNetwork
     times: np.ndarray
     solution: list[list[np.ndarray]]  # per time and layer
@@ -74,16 +75,20 @@ class Reference(NamedTuple):
 
 @functools.cache
 def references() -> dict[str, Reference]:
-    """The reference trajectories of plain gradient flow."""
+    """The reference trajectories, of plain gradient flow or delta-modulated where they say so."""
     found = {}
     for case in json.loads((ORACLES / "trajectories.json").read_text()):
-        if "gates" in case:
-            continue
         target = np.array(case["target"], dtype=float)
         covariance = case.get("input_covariance")
+        loss = gf.Problem(target, None if covariance is None else np.array(covariance, dtype=float))
+        flow: gf.AbstractFlow = gf.GradientFlow(loss)
+        if "gates" in case:
+            directions = [np.array(k, dtype=float) for k in case["directions"]]
+            flow = gf.DeltaModulatedFlow(loss, case["gates"], directions)
         found[case["name"]] = Reference(
             case["name"],
-            gf.Problem(target, None if covariance is None else np.array(covariance, dtype=float)),
+            loss,
+            flow,
             gf.LinearNetwork([np.array(w, dtype=float) for w in case["weights"]]),
             np.array(case["times"], dtype=float),
             [

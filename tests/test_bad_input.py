@@ -290,6 +290,238 @@ FLOWS = {
         ["-0.1", ">= 0"],
     ),
 }
+KS = [np.ones(d) for d in WIDTHS[1:]]
+BLOCK = gf.delta.DeltaBlock(np.ones(2), 0.5, 0.0)
+
+
+def modulated(gates=0.5, directions=KS):
+    return gf.DeltaModulatedFlow(problem("whitened"), gates, directions)
+
+
+def residual(shortcuts):
+    return gf.ResidualFlow(problem("whitened"), shortcuts)
+
+
+def delta_network(directions=ONES, values=ONES, logits=(0.0, 0.0)):
+    return gf.delta.DeltaNetwork(directions, values, logits)
+
+
+DELTA = {
+    "operator_without_direction": (
+        lambda: gf.delta.operator(0.5, np.zeros(3)),
+        "k",
+        ["zero vector", "must not vanish"],
+    ),
+    "operator_gate": (lambda: gf.delta.operator(2.1, np.ones(3)), "beta", ["2.1", "<= 2"]),
+    "operator_nan": (lambda: gf.delta.operator(0.5, [np.nan, 1.0]), "k", ["nan", "finite"]),
+    "operator_argument": (
+        lambda: gf.delta.operator(0.5, np.ones(3)) @ np.ones(2),
+        "X",
+        ["(2,)", "3 rows"],
+    ),
+    "spectrum_gate": (lambda: gf.delta.spectrum(-0.1, 3), "beta", ["-0.1", ">= 0"]),
+    "spectrum_dimension": (lambda: gf.delta.spectrum(0.5, 0), "d", ["0", ">= 1"]),
+    "determinant_columns": (lambda: gf.delta.determinant(0.5, 0), "columns", ["0", ">= 1"]),
+    "regime_gate": (lambda: gf.delta.regime(3), "beta", ["3", "<= 2"]),
+    "inverse_of_a_projection": (
+        lambda: gf.delta.inverse(1.0, np.ones(3)),
+        "beta",
+        ["1", "projection", "no inverse"],
+    ),
+    "logit_gate": (lambda: gf.delta.gate_logit([0.5, 2.5]), "beta", ["2.5", "(1,)", "[0, 2]"]),
+    "rewrite_gate": (lambda: gf.delta.rewrite(ONES, [1.0, 0.0], [1.0, 1.0], -1), "beta", ["-1"]),
+    "rewrite_key": (
+        lambda: gf.delta.rewrite(ONES, np.ones(3), np.ones(2), 1.0),
+        "k",
+        ["(3,)", "(2,)"],
+    ),
+    "rewrite_value": (lambda: gf.delta.rewrite(ONES, np.ones(2), 1.0, 1.0), "v", ["()", "(2,)"]),
+    "rewrite_state": (
+        lambda: gf.delta.rewrite(np.ones((2, 2, 2)), np.ones(2), 1.0, 1.0),
+        "X",
+        ["(2, 2, 2)", "(d, d_v)"],
+    ),
+    "block_direction": (
+        lambda: gf.delta.DeltaBlock(np.zeros(2), 0.5, 0.0),
+        "direction",
+        ["zero vector"],
+    ),
+    "block_gate": (
+        lambda: gf.delta.DeltaBlock(np.ones(2), 0.5, 2.5, squash=False),
+        "gate",
+        ["2.5", "[0, 2]"],
+    ),
+    "block_guard": (
+        lambda: gf.delta.DeltaBlock(np.ones(2), 0.5, 0.0, guard=0.0),
+        "guard",
+        ["0.0", "> 0"],
+    ),
+    "block_state": (lambda: BLOCK(np.ones(3)), "direction", ["(2,)", "(3,)"]),
+    "block_matrix_state": (lambda: BLOCK(ONES), "value", ["()", "(2,)"]),
+    "branch_shape": (
+        lambda: gf.delta.ResidualBlock(lambda X: X[:1])(np.ones(2)),
+        "branch",
+        ["(1,)", "(2,)"],
+    ),
+    "highway_gate": (
+        lambda: gf.delta.HighwayBlock(lambda X: X, [0.0])(np.ones(2)),
+        "gate",
+        ["(1,)", "(2,)"],
+    ),
+    "invertible_bound": (
+        lambda: gf.delta.InvertibleBlock(lambda X: 0.5 * X, 1.0),
+        "lipschitz",
+        ["1.0", "< 1"],
+    ),
+    "invertible_no_contraction": (
+        lambda: gf.delta.InvertibleBlock(lambda X: 3 * X, 0.5).inverse(jnp.ones(2)),
+        "branch",
+        ["does not converge", "contraction"],
+    ),
+    "contraction_weight": (lambda: gf.delta.Contraction(np.ones((2, 3))), "weight", ["(2, 3)"]),
+    "orthogonal_generator": (
+        lambda: gf.delta.OrthogonalBlock(np.ones((2, 3))),
+        "generator",
+        ["square"],
+    ),
+    "stack_of_nothing": (lambda: gf.delta.stack([]), "blocks", ["no blocks", "at least one"]),
+    "stack_of_a_number": (lambda: gf.delta.stack([1.0]), "blocks[0]", ["1.0", "a block"]),
+    "stack_of_two_kinds": (
+        lambda: gf.delta.stack([BLOCK, gf.delta.DeltaBlock(np.ones(3), 0.5, 0.0)]),
+        "blocks[1]",
+        ["another structure", "one kind"],
+    ),
+    "stack_of_one_block": (lambda: gf.delta.Stack(BLOCK), "blocks", ["sequence of blocks"]),
+    "unroll_steps": (lambda: gf.delta.unroll(BLOCK, np.ones(2), -1), "steps", ["-1", ">= 0"]),
+    "unroll_no_block": (lambda: gf.delta.unroll(ONES, np.ones(2), 1), "block", ["a block"]),
+    "memory_values": (
+        lambda: gf.delta.memory(ONES, np.ones((3, 2)), np.ones(2)),
+        "values",
+        ["3 steps", "2 keys"],
+    ),
+    "memory_gates": (
+        lambda: gf.delta.hebbian_memory(ONES, ONES, [0.5, 2.5]),
+        "gates",
+        ["2.5", "(1,)", "[0, 2]"],
+    ),
+    "memory_initial": (
+        lambda: gf.delta.memory(ONES, ONES, np.ones(2), np.ones((3, 2))),
+        "initial",
+        ["(3, 2)", "(2, 2)"],
+    ),
+    "depth_flow_block": (
+        lambda: gf.delta.rewrite_flow(gf.delta.ResidualBlock(lambda X: X), np.ones(2), 1.0),
+        "block",
+        ["DeltaBlock"],
+    ),
+    "depth_flow_state": (
+        lambda: gf.delta.rewrite_flow(BLOCK, np.ones(3), 1.0),
+        "direction",
+        ["(2,)", "(3,)"],
+    ),
+    "depth_flow_nan": (
+        lambda: gf.delta.rewrite_flow(BLOCK, [1.0, np.nan], 1.0),
+        "state",
+        ["nan", "finite"],
+    ),
+    "network_direction": (
+        lambda: delta_network([[1.0, 0.0], [0.0, 0.0]]),
+        "directions[1]",
+        ["zero vector"],
+    ),
+    "network_values": (lambda: delta_network(values=np.ones((2, 3))), "values", ["(2, 3)"]),
+    "network_logits": (lambda: delta_network(logits=[0.0]), "gate_logits", ["(1,)", "(2,)"]),
+    "network_gate": (
+        lambda: gf.delta.DeltaNetwork.random(0, 2, 2, beta=2.0),
+        "beta",
+        ["2.0", "< 2"],
+    ),
+    "delta_flow_of_a_rectangular_target": (
+        lambda: gf.DeltaNetworkFlow(problem("whitened")),
+        "problem",
+        ["(3, 4)", "square"],
+    ),
+    "delta_flow_state": (
+        lambda: simulate(flow=gf.DeltaNetworkFlow(gf.Problem(ONES))),
+        "state",
+        ["DeltaNetwork"],
+    ),
+    "delta_flow_width": (
+        lambda: simulate(flow=gf.DeltaNetworkFlow(gf.Problem(np.eye(3))), state=delta_network()),
+        "state",
+        ["(2, 2)", "(3, 3)"],
+    ),
+    "parameter_flow_state": (
+        lambda: simulate(flow=gf.ParameterFlow(problem("whitened")), state=ONES),
+        "state",
+        ["end_to_end"],
+    ),
+    "residual_one_matrix": (lambda: residual(0.5), "shortcuts", ["0.5", "sequence"]),
+    "residual_number": (
+        lambda: residual([0.5, 1.0, 1.0]),
+        "shortcuts[0] (D_1)",
+        ["0.5", "matrix"],
+    ),
+    "residual_count": (
+        lambda: simulate(flow=residual([None, None])),
+        "state",
+        ["3 branches", "2 shortcuts"],
+    ),
+    "residual_shape": (
+        lambda: simulate(flow=residual([None, ONES, None])),
+        "state.weights[1] (W_2)",
+        ["(5, 3)", "(2, 2)"],
+    ),
+    "modulated_gate": (
+        lambda: modulated([0.5, 2.5, 1.0]),
+        "gates",
+        ["2.5", "(1,)", "[0, 2]"],
+    ),
+    "modulated_negative_gate": (lambda: modulated(-0.5), "gates", ["-0.5", "[0, 2]"]),
+    "modulated_count": (lambda: modulated([0.5, 0.5]), "gates", ["(2,)", "3 directions"]),
+    "modulated_direction": (
+        lambda: modulated(directions=[KS[0], np.zeros(5), KS[2]]),
+        "directions[1] (k_2)",
+        ["zero vector"],
+    ),
+    "modulated_no_directions": (lambda: modulated(directions=[]), "directions", ["no directions"]),
+    "modulated_one_direction": (lambda: modulated(directions=1.0), "directions", ["1.0"]),
+    "modulated_width": (
+        lambda: simulate(flow=modulated(directions=[np.ones(2), *KS[1:]])),
+        "directions[0] (k_1)",
+        ["(2,)", "(3,)"],
+    ),
+    "modulated_depth": (
+        lambda: simulate(flow=modulated(directions=KS[:2])),
+        "state",
+        ["3 layers", "2 gates"],
+    ),
+    "modulated_function_out_of_range": (
+        lambda: simulate(flow=modulated(lambda t, state: jnp.full(3, 2.5))),
+        "gates",
+        ["2.5", "[0, 2]"],
+    ),
+    "modulated_function_shape": (
+        lambda: simulate(flow=modulated(lambda t, state: jnp.ones(2))),
+        "gates",
+        ["(2,)", "(3,)"],
+    ),
+    "modulated_mixed_shape": (
+        lambda: simulate(flow=modulated([lambda t, state: jnp.ones(2), 0.5, 0.5])),
+        "gates[0]",
+        ["(2,)", "scalars"],
+    ),
+    "modulated_conserving": (
+        lambda: simulate(flow=modulated(), method=gf.Method(solver="conserving")),
+        "solver",
+        ["DeltaModulatedFlow", "'implicit'"],
+    ),
+    "laws_of_no_flow": (
+        lambda: gf.observables.independent_laws(start(), problem("whitened")),
+        "flow",
+        ["a flow"],
+    ),
+}
 SIMULATE = {
     "negative_end": (lambda: simulate(-1.0), "t1", ["-1", ">= t0 = 0"]),
     "end_before_start": (lambda: simulate(1.0, t0=2.0), "t1", ["1", ">= t0 = 2"]),
@@ -450,11 +682,11 @@ RESULTS = {
         ["-1", ">= 0"],
     ),
 }
-ALL = NETWORK | PROBLEM | INITIALIZE | FLOWS | SIMULATE | METHOD | DESCEND | RESULTS
+ALL = NETWORK | PROBLEM | INITIALIZE | FLOWS | DELTA | SIMULATE | METHOD | DESCEND | RESULTS
 
 
 def test_no_case_is_shadowed_by_another_of_its_name():
-    groups = (NETWORK, PROBLEM, INITIALIZE, FLOWS, SIMULATE, METHOD, DESCEND, RESULTS)
+    groups = (NETWORK, PROBLEM, INITIALIZE, FLOWS, DELTA, SIMULATE, METHOD, DESCEND, RESULTS)
     assert len(ALL) == sum(map(len, groups))
 
 

@@ -1,4 +1,4 @@
-"""The solver against gradient flows computed by Taylor series in 34-digit arithmetic."""
+"""The solver against flows computed by Taylor series in 34-digit arithmetic."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ NAMES = sorted(references())
 def errors(name: str, solver: str, rtol: float, atol: float) -> float:
     case = references()[name]
     traj = gf.simulate(
-        gf.GradientFlow(case.problem),
+        case.flow,
         case.start,
         float(case.times[-1]),
         save=case.times,
@@ -23,8 +23,9 @@ def errors(name: str, solver: str, rtol: float, atol: float) -> float:
     return max(largest_error(traj.network(i), expected) for i, expected in enumerate(case.solution))
 
 
-def test_there_are_three_reference_trajectories():
-    assert NAMES == ["three_layer_coloured_inputs", "three_layer_rectangular", "two_layer_square"]
+def test_there_are_four_reference_trajectories():
+    plain = ["three_layer_coloured_inputs", "three_layer_rectangular", "two_layer_square"]
+    assert ["delta_modulated_three_layer", *plain] == NAMES
 
 
 @pytest.mark.parametrize("atol", [1e-10, 1e-13], ids=["default_atol", "tight_atol"])

@@ -46,6 +46,10 @@ class AbstractFlow(eqx.Module):
         """What is recorded by default beside the loss, as functions of the state."""
         return {}
 
+    def timed_observables(self) -> dict[str, Callable[[Any, PyTree], PyTree]]:
+        """As :meth:`observables`, for functions ``(t, state)`` of the time too."""
+        return {}
+
     def target_strengths(self) -> Float[Array, " modes"] | None:
         """The strengths at which the observable ``modes`` ends when all is learnt, if known."""
         return None

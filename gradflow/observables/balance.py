@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
+from gradflow import _checks
+from gradflow.errors import ArgumentError
+from gradflow.flows.base import AbstractFlow
 from gradflow.flows.gradient import interior_commutators, largest_imbalance
 from gradflow.network import LinearNetwork
 
@@ -41,25 +46,46 @@ def conservation_drift(traj: Any) -> Float[Array, " times"]:
     return traj["drift"]
 
 
-def independent_laws(net: LinearNetwork) -> int:
+def independent_laws(net: Any, flow: AbstractFlow | None = None) -> int:
     """How many of the conserved quantities are independent at this network.
 
     The rank of the stacked gradients of all entries of all ``C_i``; at a generic point it equals
     the number of parameters minus the dimension of the Lie algebra that the flows generate
     (Marcotte, Gribonval & Peyré 2023, arXiv 2307.00144). Costs a dense matrix of
     ``Σ_i d_i(d_i+1)/2`` rows and as many columns as parameters.
+
+    Args:
+        net: the network, or any state of ``flow``.
+        flow: whose laws to count, all entries of ``flow.conserved``; gradient flow's ``C_i`` if
+            left out. With fixed gates a :class:`gradflow.DeltaModulatedFlow` has ``d_i − 1`` fewer
+            than gradient flow for every hidden layer that it modulates.
+
+    Raises:
+        ValueError: the flow refuses the state.
     """
-    if net.depth == 1:
+    if flow is not None:
+        if not isinstance(flow, AbstractFlow):
+            raise ArgumentError("flow", _checks.describe(flow), "it must be a flow")
+        net = flow.check_state(net)
+    gradients = np.asarray(_law_gradients(flow, net))
+    if not gradients.size:
         return 0
-    shapes = [w.shape for w in net.weights]
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    values = np.linalg.svd(gradients, compute_uv=False)
+    cutoff = values.max() * max(gradients.shape) * np.finfo(values.dtype).eps
+    return int((values > cutoff).sum())
+
+
+@eqx.filter_jit
+def _law_gradients(flow: AbstractFlow | None, net: Any) -> Float[Array, "laws parameters"]:
+    """The gradients of all entries of all laws, one per row."""
+    flat, unravel = ravel_pytree(net)
 
     def laws(flat):
-        parts = jnp.split(flat, ends[:-1])
-        weights = tuple(p.reshape(shape) for p, shape in zip(parts, shapes, strict=True))
-        return jnp.concatenate([c[jnp.triu_indices(len(c))] for c in interior_commutators(weights)])
+        if flow is None:
+            found = interior_commutators(unravel(flat).weights)
+            arrays = [c[jnp.triu_indices(len(c))] for c in found]
+        else:
+            arrays = flow.conserved(unravel(flat))
+        return jnp.concatenate([jnp.zeros(0, flat.dtype), *(a.ravel() for a in arrays)])
 
-    flat = jnp.concatenate([w.ravel() for w in net.weights])
-    values = np.linalg.svd(np.asarray(jax.jacrev(laws)(flat)), compute_uv=False)
-    cutoff = values.max(initial=0.0) * max(len(flat), len(values)) * np.finfo(values.dtype).eps
-    return int((values > cutoff).sum())
+    return jax.jacrev(laws)(flat)
