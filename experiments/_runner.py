@@ -84,7 +84,7 @@ def run(name: str, config: Any, folder: Path, force: bool) -> None:
         figures = drawn if isinstance(drawn, dict) else {"": drawn}
         for suffix, figure in figures.items():
             picture = folder / f"{name.rpartition('.')[2]}{suffix and '_' + suffix}.png"
-            figure.savefig(picture)
+            figure.savefig(picture, pil_kwargs={"optimize": True})
             plt.close(figure)
             print(f"  drew {picture}")
 

@@ -126,7 +126,7 @@ def summary(data: xr.Dataset) -> str:
 
 def figure(data: xr.Dataset) -> Figure:
     """The positive eigenvalues along one walk, and the sharpness along all."""
-    fig, (spectrum, sharp) = plt.subplots(1, 2, figsize=(10.0, 4.4), layout="constrained")
+    fig, (spectrum, sharp) = plt.subplots(1, 2, figsize=(9.4, 4.2), layout="constrained")
     orange, step = gf.plot.palette(2)[1], data["step"].values
     shown = int(np.argmax(sharpness(data).values[:, -1]))
     values = data["eigenvalues"][shown].values

@@ -139,7 +139,7 @@ def figure(data: xr.Dataset) -> Figure:
     """The lattice, nodes by rank and loss, arcs coloured by drop; the loss along arcs."""
     count = data.sizes["signature"]
     fig, (graph, falls) = plt.subplots(
-        1, 2, figsize=(9.6, 5.2), width_ratios=(2.1, 1), layout="constrained"
+        1, 2, figsize=(9.1, 4.95), width_ratios=(2.1, 1), layout="constrained"
     )
     drops = np.unique(data["drop"].values.round(12))
     # Dark for large drops; the lightest part of viridis is hard to see on white.

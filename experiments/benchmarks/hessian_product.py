@@ -1,42 +1,63 @@
-"""Hessian products in closed form against autodiff, with ratios.
+"""Hessian products in closed form against automatic differentiation, with ratios.
 
-Run as ``python experiments/benchmarks/hessian_product.py [FIGURE]``; prints a table of median times
-in microseconds and the ratios autodiff / closed form, and draws them to FIGURE if given. Autodiff
-is ``jax.jvp`` of ``jax.grad`` of the loss of the network, compiled. "one" is
+Autodiff is ``jax.jvp`` of ``jax.grad`` of the loss of the network, compiled. "one" is
 ``gf.landscape.hessian_product``, all of it at every call; "many" is a prepared
 ``gf.landscape.HessianOperator``, which multiplies out what depends on the network alone once, as a
-solver of eigenvalues uses it. "eager" is autodiff as written, not compiled.
+solver of eigenvalues uses it. "eager" is autodiff as written, not compiled. Times are medians of
+interleaved calls from Python, which cost some tens of microseconds each by themselves; "in a loop"
+is the time per product of a compiled loop of products, without calls.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import xarray as xr
+from matplotlib.figure import Figure
+from tqdm import tqdm
 
-jax.config.update("jax_enable_x64", True)
+import gradflow as gf
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+Widths = tuple[int, ...]
 
-import gradflow as gf  # noqa: E402
 
-WIDTHS = [
-    (5, 5, 5, 5),
-    (32, 32, 32),
-    (32, 32, 32, 32),
-    (32,) * 9,
-    (100, 100, 100, 100),
-    (10, 200, 200, 5),
-    (100, 50, 50, 10),
-    (183, 183, 183, 183),
-]
-ROUNDS = 41
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of this benchmark."""
+
+    # Widths of the networks.
+    widths: tuple[Widths, ...] = ((5, 5, 5, 5), (32, 32, 32, 32), (10, 200, 200, 5))
+    # Interleaved calls of every way.
+    rounds: int = 41
+    # Products in a compiled loop.
+    length: int = 100
+
+    @classmethod
+    def full(cls) -> Config:
+        """Up to 100,467 parameters."""
+        return cls(
+            widths=(
+                (5, 5, 5, 5),
+                (10, 10, 10, 10),
+                (32, 32, 32),
+                (32, 32, 32, 32),
+                (32,) * 9,
+                (100, 100, 100, 100),
+                (10, 200, 200, 5),
+                (100, 50, 50, 10),
+                (183, 183, 183, 183),
+            ),
+            rounds=101,
+        )
 
 
 @jax.jit
@@ -57,87 +78,113 @@ def written(problem, net, V):
 autodiff = jax.jit(written)
 
 
-def measure(widths: tuple[int, ...]) -> dict[str, float]:
-    """Median microseconds of each way, interleaved, and the largest difference."""
+def looped(product: Callable, length: int) -> Callable:
+    """``length`` products in one program, each of what the last one gave."""
+
+    @jax.jit
+    def run(*arguments):
+        *given, V = arguments
+
+        def again(_, v):
+            # Next to nothing of the product is added, so that none can be left out.
+            return jax.tree.map(lambda a, b: a + 1e-30 * b, v, product(*given, v))
+
+        return jax.lax.fori_loop(0, length, again, V)
+
+    return run
+
+
+def compute(config: Config) -> xr.Dataset:
+    """Median microseconds of each way, and the largest difference between the results."""
+    rows = [_measure(config, widths) for widths in tqdm(config.widths, leave=False)]
+    return xr.Dataset(
+        {name: ("network", [row[name] for row in rows]) for name in rows[0]},
+        coords={"network": [_label(widths) for widths in config.widths]},
+        attrs={"runs": f"{len(rows)} networks, {config.rounds} rounds each"},
+    )
+
+
+def _measure(config: Config, widths: Widths) -> dict[str, float]:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((2 * widths[0], widths[0]))
     problem = gf.Problem(rng.standard_normal((widths[-1], widths[0])), X.T @ X / len(X))
     net, V = (gf.initialize.gaussian(seed, widths, 1.0) for seed in (1, 2))
     operator = gf.landscape.HessianOperator(problem, net)
+    loops = {
+        "one_loop": (looped(gf.landscape.hessian_product, config.length), (problem, net, V)),
+        "many_loop": (looped(lambda op, v: op(v), config.length), (operator, V)),
+        "autodiff_loop": (looped(written, config.length), (problem, net, V)),
+    }
     ways: dict[str, Callable[[], Any]] = {
         "one": lambda: one(problem, net, V),
         "many": lambda: many(operator, V),
         "autodiff": lambda: autodiff(problem, net, V),
         "eager": lambda: written(problem, net, V),
     }
+    for name, (run, arguments) in loops.items():
+        ways[name] = lambda run=run, arguments=arguments: run(*arguments)  # type: ignore[misc]
     results = {name: jax.block_until_ready(way()) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(ROUNDS):
+    for i in range(config.rounds):
         for name, way in ways.items():
-            if name == "eager" and i > 4:
+            if (name == "eager" and i > 4) or (name in loops and i > 10):
                 continue
             began = time.perf_counter()
             jax.block_until_ready(way())
-            times[name].append(1e6 * (time.perf_counter() - began))
+            spent = 1e6 * (time.perf_counter() - began)
+            times[name].append(spent / config.length if name in loops else spent)
     found = {name: statistics.median(values) for name, values in times.items()}
     found["difference"] = max(
         float(jnp.abs(a - b).max())
         for a, b in zip(results["many"].weights, results["autodiff"].weights, strict=True)
     )
+    found["parameters"] = sum(a * b for a, b in itertools.pairwise(widths))
     return found
 
 
-def main(figure: str | None = None) -> None:
-    rows = [measure(widths) for widths in WIDTHS]
-    print(
-        f"{'widths':<22} {'parameters':>10} {'one':>8} {'many':>8} {'autodiff':>9} {'eager':>8} "
-        f"{'/one':>6} {'/many':>6} {'difference':>10}"
-    )
-    for widths, row in zip(WIDTHS, rows, strict=True):
-        print(
-            f"{label(widths):<22} {parameters(widths):>10} {row['one']:>8.0f} {row['many']:>8.0f} "
-            f"{row['autodiff']:>9.0f} {row['eager']:>8.0f} {row['autodiff'] / row['one']:>6.2f} "
-            f"{row['autodiff'] / row['many']:>6.2f} {row['difference']:>10.1e}"
-        )
-    if figure is not None:
-        draw(rows, figure)
-
-
-def parameters(widths: tuple[int, ...]) -> int:
-    return sum(a * b for a, b in itertools.pairwise(widths))
-
-
-def label(widths: tuple[int, ...]) -> str:
+def _label(widths: Widths) -> str:
     if len(set(widths)) == 1:
         return f"{widths[0]}, {len(widths) - 1} layers"
     return ", ".join(map(str, widths))
 
 
-def draw(rows: list[dict[str, float]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    with gf.plot.style():
-        fig, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-        places = np.arange(len(rows))
-        for name, text, colour, marker in zip(
-            ("one", "many"),
-            ("one product", "prepared operator"),
-            gf.plot.palette(2),
-            "os",
-            strict=True,
-        ):
-            ratio = [row["autodiff"] / row[name] for row in rows]
-            ax.plot(ratio, places, marker, color=colour, label=text)
-        ax.axvline(1.0, color="black", lw=1)
-        ax.set_yticks(places, [label(widths) for widths in WIDTHS])
-        ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.set_xlim(left=0)
-        ax.set_xlabel("time of compiled autodiff / time of the closed form")
-        ax.set_ylabel("widths")
-        ax.set_title("Hessian products: right of the line the closed form is faster")
-        ax.legend(loc="lower left")
-        fig.savefig(path, dpi=120)
+def summary(data: xr.Dataset) -> str:
+    """Two tables: calls from Python, and products in a compiled loop."""
+    lines = [
+        "microseconds; ratios are autodiff / closed form",
+        f"{'':<18}{'':>10}{'calls':^46}{'in a loop':^43}",
+        f"{'widths':<18}{'parameters':>10}{'one':>7}{'many':>7}{'autodiff':>9}{'eager':>9}"
+        f"{'/one':>7}{'/many':>7}{'one':>8}{'many':>7}{'autodiff':>9}{'/one':>7}{'/many':>7}"
+        f"{'difference':>12}",
+    ]
+    for network in data["network"].values:
+        row = {name: float(data[name].sel(network=network)) for name in data}
+        auto, inside = row["autodiff"], row["autodiff_loop"]
+        lines.append(
+            f"{network:<18}{row['parameters']:>10.0f}{row['one']:>7.0f}{row['many']:>7.0f}"
+            f"{auto:>9.0f}{row['eager']:>9.0f}{auto / row['one']:>7.2f}{auto / row['many']:>7.2f}"
+            f"{row['one_loop']:>8.1f}{row['many_loop']:>7.1f}{inside:>9.1f}"
+            f"{inside / row['one_loop']:>7.2f}{inside / row['many_loop']:>7.2f}"
+            f"{row['difference']:>12.1e}"
+        )
+    return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def figure(data: xr.Dataset) -> Figure:
+    """Ratios of autodiff to the closed form for every network, in a loop."""
+    fig, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    places = np.arange(data.sizes["network"])
+    for name, text, colour, marker in zip(
+        ("one", "many"), ("one product", "prepared operator"), gf.plot.palette(2), "os", strict=True
+    ):
+        ratio = data["autodiff_loop"] / data[f"{name}_loop"]
+        ax.plot(ratio, places, marker, color=colour, label=text)
+    ax.axvline(1.0, color="black", lw=1)
+    ax.set_yticks(places, data["network"].values)
+    ax.set_ylim(len(places) - 0.5, -0.5)
+    ax.set_xlim(left=0)
+    ax.set_xlabel("time of compiled autodiff / time of the closed form")
+    ax.set_ylabel("widths")
+    ax.set_title("Hessian products: right of the line the closed form is faster")
+    ax.legend(loc="lower left")
+    return fig
