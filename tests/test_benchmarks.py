@@ -12,7 +12,14 @@ from matplotlib.figure import Figure
 
 import gradflow as gf
 from cases import COVARIANCE, TARGET, WIDTHS, arrays, random_network
-from experiments.benchmarks import _peers, _problems, plateau_scaling, work_precision
+from experiments.benchmarks import (
+    _peers,
+    _problems,
+    hessian_product,
+    peak_memory,
+    plateau_scaling,
+    work_precision,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -233,3 +240,23 @@ def test_full_configurations_name_known_solvers(module):
     assert set(config.solvers) <= {*_peers.OURS, *_peers.PEERS}
     assert jax.config.jax_enable_x64
     assert jnp.asarray(config.rtol if module is plateau_scaling else config.rtols).dtype == float
+
+
+def test_peak_memory_is_that_of_a_process_and_hessian_products_agree():
+    memory = peak_memory.compute(peak_memory.Config(widths=(4,), horizon=1.0))
+    one = memory.sel(solver="conserving", width=4)
+    assert (float(one["unknowns"]), float(one["state"])) == (48, pytest.approx(8e-6 * 48))
+    assert float(one["matrix"]) == pytest.approx(8e-6 * 48**2)
+    # A process with JAX in it, in MB: neither kilobytes nor bytes.
+    assert 50 < float(one["peak"]) < 20_000
+    assert "REACHED_END" in memory.attrs["runs"]
+    assert "48" in peak_memory.summary(memory)
+    assert isinstance(peak_memory.figure(memory), Figure)
+
+    products = hessian_product.compute(
+        hessian_product.Config(widths=((3, 4, 2), (2, 2)), rounds=3, length=2)
+    )
+    assert float(products["difference"].max()) < 1e-12
+    np.testing.assert_array_equal(products["parameters"], [20, 4])
+    assert "3, 4, 2" in hessian_product.summary(products)
+    assert isinstance(hessian_product.figure(products), Figure)

@@ -50,16 +50,16 @@ class Config:
     # Number of saved times.
     points: int = 11
     # Numbers of starts of an ensemble, rising.
-    counts: tuple[int, ...] = (100, 250)
+    counts: tuple[int, ...] = (30, 100)
     # Starts on which the loops are timed, and the pool of processes.
-    loop: int = 5
-    pool: int = 16
+    loop: int = 3
+    pool: int = 6
     # Processes of the pool and threads of the ensemble.
     workers: int = 2
     # Starts in a batch of jax.vmap of gf.simulate, 0 to leave it out: it compiles long.
     mapped: int = 0
     # Timed repeats of everything.
-    repeats: int = 2
+    repeats: int = 1
     # Seed of the starts.
     seed: int = 0
 
