@@ -44,7 +44,7 @@ PEERS = (
 )
 # These hold square matrices with a row per unknown.
 _DENSE = ("LSODA", "BDF", "Radau", "Kvaerno5", "implicit")
-MAX_DENSE = 2500
+MAX_DENSE = 1500
 MAX_STEPS = 10**6
 
 
