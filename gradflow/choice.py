@@ -78,7 +78,7 @@ def choose(
 # Of explicit steps held up by stability: below this many a run is easy.
 _EASY_STEPS = 100
 # Tighter than this, order 8 is worth its 13 evaluations.
-_TIGHT = 3e-6
+_TIGHT = 3e-8
 
 
 def _cheapest(
