@@ -1,0 +1,111 @@
+"""Frames of many chains at once, and their orthonormalisation.
+
+Two layouts. Up to :data:`SMALL` rows the chains are the last axis, ``(d, k, chains)``, and products
+and Gram–Schmidt are written out, each a loop over chains: a call of LAPACK per chain would cost
+more than the arithmetic. Above, the chains come first, ``(chains, d, k)``, for LAPACK.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+__all__ = ["SMALL", "apply", "chains_last", "generator", "held", "orthonormalised"]
+
+SMALL = 8
+# A column is taken to vanish below this many times d · eps of its length before projection.
+_VANISHES = 8
+
+
+def chains_last(d: int) -> bool:
+    """Whether the chains are the last axis for matrices with ``d`` rows."""
+    return d <= SMALL
+
+
+def apply(matrices: Array, frames: Array, last: bool) -> Array:
+    """``A F`` for every chain."""
+    if not last:
+        return matrices @ frames
+    matrices = held(matrices, frames)
+    total = matrices[:, 0, None, :] * frames[None, 0]
+    for i in range(1, frames.shape[0]):
+        total = total + matrices[:, i, None, :] * frames[None, i]
+    return total
+
+
+def held(values: PyTree, by: Array) -> PyTree:
+    """``values``, computed here and once.
+
+    XLA fuses what is computed with each of its uses, and would draw a random number anew for each;
+    barriers against that are gone before it fuses. Past a conditional it does not go.
+
+    Args:
+        values: arrays.
+        by: any array that is there already.
+    """
+    # True also of nan, but XLA does not know.
+    always = jnp.abs(by[(0,) * by.ndim]) != -1
+    return jax.lax.cond(always, lambda x: x, lambda x: jax.tree.map(jnp.zeros_like, x), values)
+
+
+def orthonormalised(frames: Array, last: bool) -> tuple[Array, Array, Array]:
+    """``F = Q R`` for every chain.
+
+    Args:
+        frames: ``(d, k, chains)`` or ``(chains, d, k)``.
+        last: which of the two.
+
+    Returns:
+        Q like ``frames``; ``log |R_jj|``, shape ``(k, chains)``, ``−inf`` where a column vanishes
+        against its length before projection; and which columns do, same shape.
+    """
+    d = frames.shape[0] if last else frames.shape[1]
+    small = _VANISHES * d * jnp.finfo(frames.dtype).eps
+    if not last:
+        Q, R = jnp.linalg.qr(frames)
+        rest = jnp.abs(jnp.diagonal(R, axis1=1, axis2=2)).T
+        length = jnp.linalg.norm(R, axis=1).T
+        gone = rest <= small * length
+        return Q, jnp.where(gone, -jnp.inf, jnp.log(jnp.where(gone, 1.0, rest))), gone
+    frames = held(frames, frames)
+    columns: list[Array] = []
+    logs, lost = [], []
+    for j in range(frames.shape[1]):
+        v = frames[:, j]
+        # Scaled, so that squares neither overflow nor underflow.
+        size = jnp.max(jnp.abs(v), axis=0)
+        v = v / jnp.where(size > 0, size, 1.0)
+        length = _norm(v)
+        # Modified Gram-Schmidt, twice: orthogonal to round-off whatever the condition.
+        for _ in range(2 if columns else 0):
+            for q in columns:
+                v = v - q * jnp.sum(q.conj() * v, axis=0)[None]
+        rest = _norm(v)
+        # Never nan, also where the frame was: those are found in the logarithms.
+        gone = rest <= small * length
+        v = v / jnp.where(rest > 0, rest, 1.0)[None]
+        v, size, rest, gone = held((v, size, rest, gone), frames)
+        columns.append(v)
+        lost.append(gone)
+        kept = jnp.where(gone, 1.0, rest * size)
+        # The product of the two may underflow where the sum of logarithms does not.
+        tiny = kept < jnp.finfo(kept.dtype).tiny
+        safe = jnp.where(gone, 1.0, rest)
+        apart = jnp.log(safe) + jnp.log(jnp.where(size > 0, size, 1.0))
+        log = jnp.where(tiny, apart, jnp.log(jnp.where(tiny, 1.0, kept)))
+        logs.append(jnp.where(gone, -jnp.inf, log))
+    return jnp.stack(columns, axis=1), jnp.stack(logs), jnp.stack(lost)
+
+
+def _norm(v: Array) -> Array:
+    return jnp.sqrt(jnp.sum(jnp.real(v * v.conj()), axis=0))
+
+
+def generator(key: Any) -> np.random.Generator:
+    """Random numbers of the host from a concrete JAX key."""
+    data = jax.random.key_data(key) if key.dtype != np.uint32 else key
+    return np.random.default_rng(np.asarray(data).ravel().tolist())
