@@ -72,7 +72,7 @@ def orthonormalised(frames: Array, last: bool) -> tuple[Array, Array, Array]:
         gone = rest <= small * length
         return Q, jnp.where(gone, -jnp.inf, jnp.log(jnp.where(gone, 1.0, rest))), gone
     frames = held(frames, frames)
-    columns: list[Array] = []
+    Q = frames[:, :0]
     logs, lost = [], []
     for j in range(frames.shape[1]):
         v = frames[:, j]
@@ -80,16 +80,16 @@ def orthonormalised(frames: Array, last: bool) -> tuple[Array, Array, Array]:
         size = jnp.max(jnp.abs(v), axis=0)
         v = v / jnp.where(size > 0, size, 1.0)
         length = _norm(v)
-        # Modified Gram-Schmidt, twice: orthogonal to round-off whatever the condition.
-        for _ in range(2 if columns else 0):
-            for q in columns:
-                v = v - q * jnp.sum(q.conj() * v, axis=0)[None]
+        # Gram-Schmidt, twice: orthogonal to round-off whatever the condition.
+        for _ in range(2 if j else 0):
+            along = jnp.sum(Q.conj() * v[:, None], axis=0)
+            v = v - jnp.sum(Q * along[None], axis=1)
         rest = _norm(v)
         # Never nan, also where the frame was: those are found in the logarithms.
         gone = rest <= small * length
         v = v / jnp.where(rest > 0, rest, 1.0)[None]
         v, size, rest, gone = held((v, size, rest, gone), frames)
-        columns.append(v)
+        Q = jnp.concatenate([Q, v[:, None]], axis=1)
         lost.append(gone)
         kept = jnp.where(gone, 1.0, rest * size)
         # The product of the two may underflow where the sum of logarithms does not.
@@ -98,7 +98,7 @@ def orthonormalised(frames: Array, last: bool) -> tuple[Array, Array, Array]:
         apart = jnp.log(safe) + jnp.log(jnp.where(size > 0, size, 1.0))
         log = jnp.where(tiny, apart, jnp.log(jnp.where(tiny, 1.0, kept)))
         logs.append(jnp.where(gone, -jnp.inf, log))
-    return jnp.stack(columns, axis=1), jnp.stack(logs), jnp.stack(lost)
+    return Q, jnp.stack(logs), jnp.stack(lost)
 
 
 def _norm(v: Array) -> Array:

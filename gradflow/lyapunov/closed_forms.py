@@ -6,6 +6,7 @@ law for all unit x, and ``γ_1 + … + γ_k = E ½ log det`` of the Gram matrix 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +85,7 @@ def correlated_gaussian_top(covariance: ArrayLike, sigma: float = 1.0) -> float:
     # In s = log t; for small t the difference is (1 − Σλ)t + O(t²) = O(t²).
     tail = -2 * math.log(1e-17) / len(values) + 2 * abs(math.log(values[-1])) + 10
     pieces = [-25.0, -8.0, -2.0, 2.0, 8.0, max(40.0, tail)]
-    total = sum(_quad(integrand, a, b) for a, b in zip(pieces[:-1], pieces[1:], strict=True))
+    total = sum(_quad(integrand, a, b) for a, b in itertools.pairwise(pieces))
     return _log(sigma) + 0.5 * (math.log(scale) + total)
 
 
@@ -126,7 +127,7 @@ def residual_gaussian(
     else:
         unit = 1
     x = 1 / (2 * epsilon**2)
-    return np.array([_residual_gaussian(unit * (d - m + 1), m, unit, x, epsilon) for m in range(1, k + 1)])
+    return np.array([_residual_gaussian(unit * (d - m + 1), m, unit, x) for m in range(1, k + 1)])
 
 
 def _window(x: float) -> np.ndarray:
@@ -135,7 +136,7 @@ def _window(x: float) -> np.ndarray:
     return np.arange(max(0, math.floor(x - reach)), math.ceil(x + reach) + 1)
 
 
-def _residual_gaussian(n: int, k: int, unit: int, x: float, epsilon: float) -> float:
+def _residual_gaussian(n: int, k: int, unit: int, x: float) -> float:
     top = _window(x)
     p = np.exp(top * math.log(x) - x - gammaln(top + 1.0))
     # log ε + ½ log 2 + ½ψ(n/2+i) = ½E[ψ(n/2+i) − log x]: near cancelling for small ε.
@@ -155,9 +156,10 @@ def _residual_gaussian(n: int, k: int, unit: int, x: float, epsilon: float) -> f
         norm = gammaln(n / 2 + every + b) - gammaln(n / 2 + every) - gammaln(b)
         log_w = np.log(np.maximum(w, 1e-300)) - (b + n / 2 - 1) * math.log(2)
         kept = p > 1e-40
-        density = np.exp(
-            log_w[:, None] + norm[None, kept] + every[None, kept] * np.log(nu)[:, None]
-        ) @ p[kept]
+        density = (
+            np.exp(log_w[:, None] + norm[None, kept] + every[None, kept] * np.log(nu)[:, None])
+            @ p[kept]
+        )
         mean = nu * x
         log_pois = every[:, None] * np.log(mean)[None] - mean[None] - gammaln(every + 1.0)[:, None]
         p = np.exp(log_pois) @ density
@@ -191,7 +193,7 @@ def delta_product(d: int, beta: float) -> np.ndarray:
 
 def _log_of_beta(c: float, a: float, b: float) -> float:
     """``E log(1 − cB)``, ``B ~ Beta(a, b)``, c ≤ 1."""
-    return _over_beta(lambda B, rest: math.log(rest + (1 - c) * B) if c != 1 else math.log(rest), a, b)
+    return _over_beta(lambda B, rest: math.log(rest + (1 - c) * B), a, b)
 
 
 def _over_beta(f: Callable[[float, float], float], a: float, b: float) -> float:
@@ -209,7 +211,7 @@ def _over_beta(f: Callable[[float, float], float], a: float, b: float) -> float:
     # The logarithm may be singular at the right end: double exponential there would be overkill,
     # a few geometric pieces are not.
     cuts = sorted({*cuts, *(half * (1 - 10.0**-e) for e in (1, 2, 4, 6))})
-    return norm * sum(_quad(integrand, x, y) for x, y in zip(cuts[:-1], cuts[1:], strict=True))
+    return norm * sum(_quad(integrand, x, y) for x, y in itertools.pairwise(cuts))
 
 
 def _quad(f: Callable[[float], float], a: float, b: float) -> float:
@@ -315,10 +317,10 @@ def cyclic(matrices: ArrayLike) -> np.ndarray:
     Args:
         matrices: ``(m, d, d)``, in the order in which they are applied.
     """
-    total, grown = None, 0.0
     stack = np.asarray(matrices)
+    total, grown = np.eye(stack.shape[-1], dtype=stack.dtype), 0.0
     for A in stack:
-        total = A if total is None else A @ total
+        total = A @ total
         size = np.abs(total).max()
         if size == 0:
             return np.full(stack.shape[-1], -np.inf)
@@ -345,8 +347,8 @@ def closed_form(ensemble: ensembles.AbstractEnsemble) -> np.ndarray | None:
     if isinstance(ensemble, ensembles.Gaussian):
         sigma = float(ensemble.sigma)
         if ensemble.root is None or d == 1:
-            root = 1.0 if ensemble.root is None else float(ensemble.root[0, 0])
-            return gaussian(d, sigma * root, complex=ensemble.complex)
+            stretch = 1.0 if ensemble.root is None else float(ensemble.root[0, 0])
+            return gaussian(d, sigma * stretch, complex=ensemble.complex)
         root = np.asarray(ensemble.root)
         total = gaussian(d, sigma, complex=ensemble.complex).sum() + np.log(np.diag(root)).sum()
         if ensemble.complex:

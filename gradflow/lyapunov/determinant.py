@@ -95,9 +95,7 @@ def determinant(
     error = abs(estimates[-1] - estimates[-2])
     floor = context.mpf(10) ** (-digits - 5)
     correct = int(context.floor(-context.log10(max(error, floor))))
-    return Determinant(
-        estimates[-1], error, estimates, derivative, max(0, min(digits, correct))
-    )
+    return Determinant(estimates[-1], error, estimates, derivative, max(0, min(digits, correct)))
 
 
 def _number(context: Any, name: str, value: Any) -> Any:
@@ -228,19 +226,22 @@ def _evaluate(context: Any, matrices: list, p: list, longest: int) -> tuple[list
         dc.append([zero] * m)
         ds.append([zero] * m)
         for i in range(m):
-            dc[n][i] = -sum(
-                (dT[j][i] * c[n - j] + T[j] * dc[n - j][i] for j in range(1, n + 1)), zero
-            ) / n
-            ds[n][i] = -sum(
-                (
-                    dS[j][i] * c[n - j]
-                    + S[j] * dc[n - j][i]
-                    + dT[j][i] * s[n - j]
-                    + T[j] * ds[n - j][i]
-                    for j in range(1, n + 1)
-                ),
-                zero,
-            ) / n
+            dc[n][i] = (
+                -sum((dT[j][i] * c[n - j] + T[j] * dc[n - j][i] for j in range(1, n + 1)), zero) / n
+            )
+            ds[n][i] = (
+                -sum(
+                    (
+                        dS[j][i] * c[n - j]
+                        + S[j] * dc[n - j][i]
+                        + dT[j][i] * s[n - j]
+                        + T[j] * ds[n - j][i]
+                        for j in range(1, n + 1)
+                    ),
+                    zero,
+                )
+                / n
+            )
         along_z = sum((k * c[k] for k in range(1, n + 1)), zero)
         along_t = sum(s, zero)
         estimates.append(along_t / along_z)

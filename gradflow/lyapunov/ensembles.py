@@ -214,9 +214,7 @@ class Haar(AbstractEnsemble):
     special: bool = eqx.field(static=True)
     complex: bool = eqx.field(static=True)
 
-    def __init__(
-        self, d: int, scale: Any = 1.0, *, special: bool = False, complex: bool = False
-    ):
+    def __init__(self, d: int, scale: Any = 1.0, *, special: bool = False, complex: bool = False):
         self.d = _checks.whole_number("d", d, 1)
         scale = _checks.real_scalar("scale", scale, minimum=0)
         self.scale = jnp.asarray(scale, jnp.zeros(()).dtype)
@@ -385,9 +383,8 @@ def delta_operator(beta: ArrayLike, k: ArrayLike) -> Array:
     Returns:
         a matrix, shape ``(d, d)``.
     """
-    k = _checks.real_array("k", k, ndim=1)
-    k = k / jnp.linalg.norm(k)
-    return jnp.eye(k.shape[0], dtype=k.dtype) - beta * jnp.outer(k, k)
+    unit = _unit("k", _checks.real_array("k", k, ndim=1))
+    return jnp.eye(unit.shape[0], dtype=unit.dtype) - beta * jnp.outer(unit, unit)
 
 
 class DeltaProduct(AbstractEnsemble):
@@ -547,7 +544,9 @@ class Sampled(AbstractEnsemble):
     def __init__(self, sample: Callable[[Array], Array], d: int):
         self.d = _checks.whole_number("d", d, 1)
         if not callable(sample):
-            raise ArgumentError("sample", _checks.describe(sample), "it must be a function of a key")
+            raise ArgumentError(
+                "sample", _checks.describe(sample), "it must be a function of a key"
+            )
         found = jax.eval_shape(sample, jax.random.key(0))
         if getattr(found, "shape", None) != (self.d, self.d):
             raise ShapeError(
@@ -658,7 +657,9 @@ class Layers(AbstractEnsemble):
                     "limit", f"shape {self.limit.shape}", f"it must be like x0, {self.x0.shape}"
                 )
         try:
-            found = jax.eval_shape(lambda k: self._plain(sample_parameters(k), x0), jax.random.key(0))
+            found = jax.eval_shape(
+                lambda k: self._plain(sample_parameters(k), self.x0), jax.random.key(0)
+            )
         except (TypeError, ValueError) as error:
             raise ArgumentError(
                 "f", f"a function that fails at x0: {error}", "f(parameters, x) must take x0"

@@ -7,6 +7,7 @@ side; their means give standard errors that hold however correlated the incremen
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -209,12 +210,17 @@ def exponents(
         groups = jnp.asarray(-(-steps // every))
         numbers = (jnp.asarray(-(-burn_in // every)), groups, jnp.asarray(error or -1.0))
         strides = np.linspace(0, checkpoints, 51 if progress else 2).astype(int)[1:]
-        with tqdm(
-            total=checkpoints, desc="exponents", unit="block", disable=not progress
-        ) as bar:
+        with tqdm(total=checkpoints, desc="exponents", unit="block", disable=not progress) as bar:
             for until in strides:
                 state = _advance(
-                    ensemble, key, state, *numbers, jnp.asarray(until), every=every, last=last
+                    ensemble,
+                    key,
+                    state,
+                    *numbers,
+                    jnp.asarray(until),
+                    every=every,
+                    last=last,
+                    stops=error is not None,
                 )
                 if traced:
                     continue
@@ -315,10 +321,7 @@ def _begin(
     last: bool,
 ) -> _State:
     d, dtype = ensemble.dimension, ensemble.dtype
-    if start is None:
-        frames = _random_frames(key, d, k, chains, dtype)
-    else:
-        frames = start[None]
+    frames = _random_frames(key, d, k, chains, dtype) if start is None else start[None]
     if last:
         frames = frames.transpose(1, 2, 0)
     frames = jnp.broadcast_to(frames, (d, k, chains) if last else (chains, d, k))
@@ -378,6 +381,7 @@ def _advance(
     *,
     every: int,
     last: bool,
+    stops: bool,
 ) -> _State:
     """Blocks up to ``until``, or until the standard error is at most ``threshold``.
 
@@ -403,6 +407,8 @@ def _advance(
         row = jnp.where(counted, state.block, checkpoints)
         sums = state.sums.at[row].set(total, mode="drop")
         done = state.block + 1
+        if not stops:
+            return state._replace(sums=sums, block=done, lost=lost)
         error = _stopping_error(sums, done, every * edge(done))
         enough = counted & (done >= min(_FEWEST_BLOCKS, checkpoints))
         error = jnp.where(enough, error, jnp.inf)
@@ -466,7 +472,7 @@ def _estimate(sums: Any, ends: np.ndarray) -> tuple[Any, Any, Any, Any, int]:
         number = min(blocks, _BATCHES)
         bounds = np.linspace(0, blocks, number + 1).astype(int)
         lengths = np.diff(np.concatenate([[0.0], ends[bounds[1:] - 1]]))
-        parts = [safe[a:b].sum(0) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        parts = [safe[a:b].sum(0) for a, b in itertools.pairwise(bounds)]
         batch = xp.stack(parts) / lengths.astype(sums.dtype)[:, None, None]
         total = number * chains
         if total == 1:
