@@ -72,33 +72,40 @@ def orthonormalised(frames: Array, last: bool) -> tuple[Array, Array, Array]:
         gone = rest <= small * length
         return Q, jnp.where(gone, -jnp.inf, jnp.log(jnp.where(gone, 1.0, rest))), gone
     frames = held(frames, frames)
-    Q = frames[:, :0]
-    logs, lost = [], []
-    for j in range(frames.shape[1]):
-        v = frames[:, j]
+    k = frames.shape[1]
+    real = jnp.finfo(frames.dtype).dtype
+    nothing = jnp.zeros((k, frames.shape[2]), real)
+
+    def column(j, carry):
+        Q, sizes, lengths, rests = carry
+        v = jax.lax.dynamic_index_in_dim(frames, j, 1, keepdims=False)
         # Scaled, so that squares neither overflow nor underflow.
         size = jnp.max(jnp.abs(v), axis=0)
-        v = v / jnp.where(size > 0, size, 1.0)
+        v = v / jnp.where(size > 0, size, 1.0)[None]
         length = _norm(v)
-        # Gram-Schmidt, twice: orthogonal to round-off whatever the condition.
-        for _ in range(2 if j else 0):
+        # Gram-Schmidt, twice: orthogonal to round-off whatever the condition. Later columns of Q
+        # are still 0.
+        for _ in range(2 if k > 1 else 0):
             along = jnp.sum(Q.conj() * v[:, None], axis=0)
             v = v - jnp.sum(Q * along[None], axis=1)
         rest = _norm(v)
-        # Never nan, also where the frame was: those are found in the logarithms.
-        gone = rest <= small * length
         v = v / jnp.where(rest > 0, rest, 1.0)[None]
-        v, size, rest, gone = held((v, size, rest, gone), frames)
-        Q = jnp.concatenate([Q, v[:, None]], axis=1)
-        lost.append(gone)
-        kept = jnp.where(gone, 1.0, rest * size)
-        # The product of the two may underflow where the sum of logarithms does not.
-        tiny = kept < jnp.finfo(kept.dtype).tiny
-        safe = jnp.where(gone, 1.0, rest)
-        apart = jnp.log(safe) + jnp.log(jnp.where(size > 0, size, 1.0))
-        log = jnp.where(tiny, apart, jnp.log(jnp.where(tiny, 1.0, kept)))
-        logs.append(jnp.where(gone, -jnp.inf, log))
-    return Q, jnp.stack(logs), jnp.stack(lost)
+        Q = jax.lax.dynamic_update_index_in_dim(Q, v, j, 1)
+        return (
+            Q,
+            *(
+                jax.lax.dynamic_update_index_in_dim(rows, row, j, 0)
+                for rows, row in ((sizes, size), (lengths, length), (rests, rest))
+            ),
+        )
+
+    start = (jnp.zeros_like(frames), nothing, nothing, nothing)
+    Q, size, length, rest = jax.lax.fori_loop(0, k, column, start)
+    # Never nan, also where the frame was: those are found in the logarithms.
+    gone = rest <= small * length
+    # Two logarithms: the product may underflow.
+    logs = jnp.log(jnp.where(gone, 1.0, rest)) + jnp.log(jnp.where(size > 0, size, 1.0))
+    return Q, jnp.where(gone, -jnp.inf, logs), gone
 
 
 def _norm(v: Array) -> Array:

@@ -104,8 +104,8 @@ def gradient_norms(
         logs[i], delta = grown, delta / np.where(size > 0, size, 1.0)
     means = logs.mean(axis=1)
     finite = np.isfinite(means)
-    with np.errstate(invalid="ignore"):
-        spread = logs.std(axis=1)
+    # Where norms are exactly 0 their logarithms have no spread.
+    spread = np.where(finite, np.where(finite[:, None], logs, 0.0).std(axis=1), 0.0)
     passed = h - np.arange(h + 1)
     rate = -np.inf if not finite.all() else float(np.polyfit(passed, means, 1)[0])
     gamma, error, fluctuation = _prediction(layers, ensemble, steps, key)

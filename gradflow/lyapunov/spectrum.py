@@ -207,8 +207,12 @@ def exponents(
 
     def run(every: int) -> _State:
         state = _begin(ensemble, key, start, k, chains, checkpoints, last)
-        groups = jnp.asarray(-(-steps // every))
-        numbers = (jnp.asarray(-(-burn_in // every)), groups, jnp.asarray(error or -1.0))
+        # Never weakly typed, which would be another program.
+        numbers = (
+            np.asarray(-(-burn_in // every), _whole()),
+            np.asarray(-(-steps // every), _whole()),
+            np.asarray(error or -1.0, jnp.finfo(ensemble.dtype).dtype),
+        )
         strides = np.linspace(0, checkpoints, 51 if progress else 2).astype(int)[1:]
         with tqdm(total=checkpoints, desc="exponents", unit="block", disable=not progress) as bar:
             for until in strides:
@@ -217,7 +221,7 @@ def exponents(
                     key,
                     state,
                     *numbers,
-                    jnp.asarray(until),
+                    np.asarray(until, _whole()),
                     every=every,
                     last=last,
                     stops=error is not None,
@@ -321,29 +325,34 @@ def _begin(
     last: bool,
 ) -> _State:
     d, dtype = ensemble.dimension, ensemble.dtype
-    frames = _random_frames(key, d, k, chains, dtype) if start is None else start[None]
+    # On the host where nothing is traced: a program that runs once takes longer to compile.
+    xp: Any = np if _checks.is_concrete(key, start) else jnp
+    frames = _random_frames(key, d, k, chains, dtype) if start is None else xp.asarray(start)[None]
     if last:
         frames = frames.transpose(1, 2, 0)
-    frames = jnp.broadcast_to(frames, (d, k, chains) if last else (chains, d, k))
+    frames = xp.broadcast_to(frames, (d, k, chains) if last else (chains, d, k))
     real = jnp.finfo(dtype).dtype
     return _State(
         ensemble.start(chains, last),
         frames,
-        jnp.zeros((), int),
-        jnp.full((), -1),
-        jnp.zeros((checkpoints, k, chains), real),
-        jnp.asarray(False),
-        jnp.asarray(jnp.inf, real),
+        np.zeros((), _whole()),
+        np.full((), -1, _whole()),
+        np.zeros((checkpoints, k, chains), real),
+        np.asarray(False),
+        np.asarray(np.inf, real),
     )
+
+
+def _whole() -> Any:
+    return jnp.result_type(int)
 
 
 def _random_frames(key: Array, d: int, k: int, chains: int, dtype: Any) -> Any:
     """Frames uniform among all orthonormal ones, ``(chains, d, k)``."""
-    key = jax.random.fold_in(key, 2**32 - 1)  # not the number of any step
     shape = (chains, d, k)
     if not _checks.is_concrete(key):
+        key = jax.random.fold_in(key, 2**32 - 1)  # not the number of any step
         return jnp.linalg.qr(jax.random.normal(key, shape, dtype))[0]
-    # On the host: a program that runs once takes longer to compile.
     rng = generator(key)
     frames = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -191,9 +191,10 @@ def assumptions(ensemble: AbstractEnsemble, key: Any, *, samples: int = 4000) ->
         orbit, step = _orbit_verdict(x)
         if ensemble.limit is not None:
             far = float(np.linalg.norm(x[-1] - np.asarray(ensemble.limit)))
+    spread = values.std(ddof=1) if np.isfinite(values).all() else np.inf
     return Assumptions(
         float(values.mean()),
-        float(values.std(ddof=1) / np.sqrt(samples)),
+        float(spread / np.sqrt(samples)),
         alpha,
         bool(np.isfinite(values).all() and alpha - 2 * error > 1),
         orbit,
@@ -225,7 +226,7 @@ def _orbit_verdict(x: np.ndarray) -> tuple[str, float]:
     last = float(moves[-max(1, len(moves) // 20) :].max()) / scale
     if last < 1e-6:
         return "converges", last
-    # Still growing in the second half by more than a stationary orbit would.
-    half = len(sizes) // 2
-    grown = sizes[half:].max() > 3 * max(float(sizes[:half].max()), 1e-300)
+    # A stationary orbit does not grow from the second quarter to the last; sums of steps do.
+    quarter = len(sizes) // 4
+    grown = np.median(sizes[-quarter:]) > 1.3 * np.median(sizes[quarter : 2 * quarter])
     return ("diverges" if grown else "bounded"), last
