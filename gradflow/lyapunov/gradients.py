@@ -170,5 +170,6 @@ def _prediction(
     check_ensemble("ensemble", ensemble)
     run = exponents(key, ensemble, steps, 1)
     means = np.asarray(run.chain_means[:, 0], float)
-    fluctuation = float(np.std(means, ddof=1) * np.sqrt(run.steps)) if len(means) > 1 else np.nan
+    known = len(means) > 1 and np.isfinite(means).all()
+    fluctuation = float(np.std(means, ddof=1) * np.sqrt(run.steps)) if known else float("nan")
     return float(run.exponents[0]), float(run.standard_error[0]), fluctuation

@@ -35,9 +35,10 @@ _FEWEST_BLOCKS = 8
 # What leaving out orthonormalisations may cost, in units of an exponent.
 _ROUND_OFF = 1e-11
 _INTERVALS = (8, 4, 2)
-# Chain steps from which on it pays to look for a longer interval.
-_WORTH_A_PILOT = 2_000_000
-_PILOT = (32, 64)  # steps before and of the pilot run
+# chains · steps · d³ from which on, some ten seconds, it pays to look for a longer interval by a
+# run of so many steps before and after frames have settled.
+_WORTH_A_PILOT = 1e10
+_PILOT = (32, 64)
 
 
 class Spectrum(eqx.Module):
@@ -128,15 +129,15 @@ class Spectrum(eqx.Module):
 
 
 class _State(NamedTuple):
-    """Where all chains are."""
+    """Where all chains are: arrays, of the host before the first step."""
 
     memory: Any
-    frames: Array
-    step: Array
-    block: Array
-    sums: Array  # (checkpoints, k, chains), 0 where not reached
-    lost: Array  # columns that vanished
-    error: Array
+    frames: Any
+    step: Any
+    block: Any
+    sums: Any  # (checkpoints, k, chains), 0 where not reached
+    lost: Any  # whether some column vanished
+    error: Any
 
 
 def exponents(
@@ -526,7 +527,7 @@ def _interval(
     if isinstance(qr_every, str):
         _checks.choice("qr_every", qr_every, ("auto",), ", or a whole number")
         # Below SMALL rows an orthonormalisation is cheaper than the matrices are to draw.
-        if traced or last or steps * chains * ensemble.dimension**2 < _WORTH_A_PILOT:
+        if traced or last or steps * chains * ensemble.dimension**3 < _WORTH_A_PILOT:
             return 1
         key = jax.random.fold_in(key, 2**32 - 2)
         state = _begin(ensemble, key, start, k, min(chains, 16), 1, last)
