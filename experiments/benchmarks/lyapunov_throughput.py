@@ -106,12 +106,12 @@ def compute(config: Config) -> xr.Dataset:
         deviation[2, i] = np.abs(together - exact).max()
     return xr.Dataset(
         {
-            "rate": (("method", "dimension"), rate),
-            "deviation": (("method", "dimension"), deviation),
+            "rate": (("row", "dimension"), rate),
+            "deviation": (("row", "dimension"), deviation),
             "compile_seconds": ("dimension", compile_seconds),
             "chains": ("dimension", list(config.chains)),
         },
-        coords={"method": list(METHODS), "dimension": list(config.dimensions)},
+        coords={"row": list(METHODS), "dimension": list(config.dimensions)},
         attrs={"runs": f"spectra of Gaussian matrices, best of {config.repeats} repeats"},
     )
 
@@ -148,7 +148,7 @@ def _best(call: Callable[[], Any], repeats: int) -> tuple[Any, float]:
 
 def ratios(data: xr.Dataset) -> dict[str, np.ndarray]:
     """How many times as many steps per second ours makes, by peer, for each dimension."""
-    rate = dict(zip(data["method"].values, data["rate"].values, strict=True))
+    rate = dict(zip(data["row"].values, data["rate"].values, strict=True))
     return {peer: rate[OURS] / rate[peer] for peer in (LOOP, STACKED)}
 
 
@@ -166,7 +166,7 @@ def summary(data: xr.Dataset) -> str:
             f"{rate[2]:>10,.0f} {found[LOOP][i]:>11.1f}x {found[STACKED][i]:>14.1f}x "
             f"{float(data['compile_seconds'][i]):>6.1f} s"
         )
-    far = data["deviation"].sel(method=OURS).max()
+    far = data["deviation"].sel(row=OURS).max()
     lines.append(f"largest deviation of our exponents from the closed form: {float(far):.1e}")
     return "\n".join(lines)
 
@@ -179,7 +179,7 @@ def figure(data: xr.Dataset) -> Figure:
         ours = name == OURS
         ax.plot(
             d,
-            data["rate"].sel(method=name),
+            data["rate"].sel(row=name).values,
             color=colour,
             marker=marker,
             lw=2.6 if ours else 1.8,
@@ -187,7 +187,7 @@ def figure(data: xr.Dataset) -> Figure:
             label=name,
         )
     found = ratios(data)[LOOP]
-    for x, y, ratio in zip(d, data["rate"].sel(method=OURS).values, found, strict=True):
+    for x, y, ratio in zip(d, data["rate"].sel(row=OURS).values, found, strict=True):
         ax.annotate(f"× {ratio:.3g}", (x, y), xytext=(6, 6), textcoords="offset points")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")

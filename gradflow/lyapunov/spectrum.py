@@ -382,12 +382,12 @@ def _group(ensemble: AbstractEnsemble, key: Array, state: _State, every: int, la
 @eqx.filter_jit
 def _advance(
     ensemble: AbstractEnsemble,
-    key: Array,
+    key: Any,
     state: _State,
-    burn_in: Array,
-    groups: Array,
-    threshold: Array,
-    until: Array,
+    burn_in: Any,
+    groups: Any,
+    threshold: Any,
+    until: Any,
     *,
     every: int,
     last: bool,
