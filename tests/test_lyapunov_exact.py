@@ -1,14 +1,17 @@
 """Closed forms, the determinant method and stationary measures, against reference values."""
 
+import jax
+import jax.numpy as jnp
 import mpmath
 import numpy as np
 import pytest
 import scipy.integrate
 import scipy.special
+import scipy.stats
 
 import gradflow as gf
 from cases import log_slope
-from gradflow.lyapunov import closed_forms
+from gradflow.lyapunov import _normal, closed_forms
 from lyapunov_cases import (
     block_triangular,
     ly,
@@ -20,6 +23,31 @@ from lyapunov_cases import (
 )
 
 ORACLE = oracles()
+
+
+# Random numbers --------------------------------------------------------------------------------
+
+
+def test_normal_numbers_are_normal_and_independent():
+    z = np.asarray(_normal.normal(jax.random.key(3), (3, 66_667), np.float64))
+    assert z.shape == (3, 66_667)
+    assert scipy.stats.kstest(z.ravel(), "norm").pvalue > 0.01
+    # Both of a pair, and their squares, are uncorrelated.
+    a, b = z.ravel()[:100_000], z.ravel()[100_000:200_000]
+    for x, y in ((a, b), (a**2, b**2), (a, b**2), (a[1:], a[:-1])):
+        assert abs(np.corrcoef(x, y)[0, 1]) < 4 / np.sqrt(100_000)
+    g = np.asarray(_normal.normal(jax.random.key(4), (50_000,), np.complex128))
+    assert np.mean(np.abs(g) ** 2) == pytest.approx(1, abs=0.02)
+    assert abs(np.mean(g**2)) < 0.02
+
+
+def test_logarithm_of_normal_numbers_is_accurate_to_round_off():
+    x = np.concatenate(
+        [2.0 ** -np.arange(53), 1 - 2.0 ** -np.arange(1, 53), np.linspace(0.01, 1, 999)]
+    )
+    expected = np.log(x)
+    found = np.asarray(_normal._log(jnp.asarray(x)))
+    np.testing.assert_allclose(found, expected, rtol=1e-15)
 
 
 # Closed forms ----------------------------------------------------------------------------------

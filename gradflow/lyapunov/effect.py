@@ -1,8 +1,8 @@
 """What a shortcut does to a spectrum: which exponents come closer to 0, and which do not.
 
 Borkar (arXiv 2606.17013, Theorem 4.1) has a residual connection make the spectrum a smaller
-perturbation of the identity's. Read as "every |γ| shrinks" that is not universal (``A = I`` goes
-from 0 to log 2), so it is measured.
+perturbation of the identity's. Read as "every modulus shrinks" that is not universal (``A = I``
+goes from 0 to log 2), so it is measured.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from jaxtyping import Array, ArrayLike, PyTree
 from gradflow import _checks
 from gradflow.errors import ArgumentError, ShapeError
 from gradflow.lyapunov._frames import apply, held, orthonormalised
+from gradflow.lyapunov._normal import normal
 from gradflow.network import LinearNetwork
 
 __all__ = [
@@ -107,11 +108,6 @@ def _consecutive(ensemble: AbstractEnsemble, key: Array, number: int) -> Array:
     return jax.lax.scan(step, ensemble.start(1, False), jax.random.split(key, number))[1]
 
 
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Standard normal numbers; complex ones have ``E|g|² = 1``."""
-    return jax.random.normal(key, shape, dtype)
-
-
 def _dtype(is_complex: bool) -> Any:
     real = jnp.zeros(()).dtype
     return jnp.result_type(real, jnp.complex64) if is_complex else real
@@ -172,7 +168,7 @@ class Gaussian(AbstractEnsemble):
         return _dtype(self.complex)
 
     def draw(self, key: Array, chains: int, last: bool) -> Array:
-        G = self.sigma * _normal(key, _square(self.d, chains, last), self.dtype)
+        G = self.sigma * normal(key, _square(self.d, chains, last), self.dtype)
         if self.root is None:
             return G
         root = self.root.astype(self.dtype)
@@ -231,7 +227,7 @@ class Haar(AbstractEnsemble):
         return _dtype(self.complex)
 
     def draw(self, key: Array, chains: int, last: bool) -> Array:
-        G = _normal(key, _square(self.d, chains, last), self.dtype)
+        G = normal(key, _square(self.d, chains, last), self.dtype)
         Q = _haar(G, last)
         if self.special:
             flip = jnp.linalg.det(jnp.moveaxis(Q, -1, 0) if last else Q)
@@ -464,7 +460,7 @@ def rewritten(frames: Array, beta: Array, k: Array, last: bool) -> Array:
 
 
 def _sphere(key: Array, d: int, chains: int, last: bool) -> Array:
-    g = _normal(key, (d, chains) if last else (chains, d), jnp.zeros(()).dtype)
+    g = normal(key, (d, chains) if last else (chains, d), jnp.zeros(()).dtype)
     return g / jnp.linalg.norm(g, axis=0 if last else 1, keepdims=True)
 
 
@@ -511,7 +507,7 @@ class BlockTriangular(AbstractEnsemble):
     def draw(self, key: Array, chains: int, last: bool) -> Array:
         d = self.dimension
         above, *keys = jax.random.split(key, 1 + len(self.blocks))
-        A = self.coupling * _normal(above, _square(d, chains, last), self.dtype)
+        A = self.coupling * normal(above, _square(d, chains, last), self.dtype)
         offset = 0
         for k, block in zip(keys, self.blocks, strict=True):
             here = slice(offset, offset + block.dimension)

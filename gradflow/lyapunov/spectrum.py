@@ -58,11 +58,11 @@ class Spectrum(eqx.Module):
         orbit_finite: whether the orbit of :class:`Layers` stayed finite.
     """
 
-    exponents: Float[Array, "*batch k"]
-    standard_error: Float[Array, "*batch k"]
-    running: Float[Array, "*batch checkpoints k"]
+    exponents: Float[Array, "... k"]
+    standard_error: Float[Array, "... k"]
+    running: Float[Array, "... checkpoints k"]
     running_steps: Array
-    chain_means: Float[Array, "*batch chains k"]
+    chain_means: Float[Array, "... chains k"]
     degrees: int = eqx.field(static=True)
     burn_in: Any
     interval: int = eqx.field(static=True)
