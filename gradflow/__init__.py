@@ -9,6 +9,7 @@ from gradflow import exact as exact
 from gradflow import initialize as initialize
 from gradflow import landscape as landscape
 from gradflow import losses as losses
+from gradflow import lyapunov as lyapunov
 from gradflow import observables as observables
 from gradflow import provenance as provenance
 from gradflow import testing as testing
