@@ -75,7 +75,7 @@ def _run(config: Config, solver: str, width: int) -> tuple[list[float], str]:
     widths = (width,) * (config.depth + 1)
     flow = gf.GradientFlow(gf.Problem.from_singular_values(np.arange(width, 0, -1.0)))
     net = gf.LinearNetwork(gaussian(widths, config.scale))
-    t1 = config.horizon / flow.fastest_rate(net)
+    t1 = config.horizon / (flow.fastest_rate(net) or 1.0)
     method = gf.Method(solver=solver, rtol=config.rtol, atol=1e-2 * config.rtol)
     run = gf.simulate(flow, net, t1, save=2, method=method)
     unknowns = sum(w.size for w in net.weights)
