@@ -25,6 +25,7 @@ import scipy.sparse.linalg
 from jaxtyping import Array, Float
 
 from gradflow import _checks
+from gradflow._products import product
 from gradflow.errors import ArgumentError
 from gradflow.landscape import _chain
 from gradflow.network import LinearNetwork
@@ -77,10 +78,10 @@ class HessianOperator(eqx.Module):
         self.layers = self._turned(net.weights)
         prefixes = [self.layers[0]]
         for w in self.layers[1:]:
-            prefixes.append(w @ prefixes[-1])
+            prefixes.append(product(w, prefixes[-1]))
         carried = [self._slope(prefixes[-1])]
         for w in self.layers[:0:-1]:
-            carried.append(w.T @ carried[-1])
+            carried.append(product(w.T, carried[-1]))
         self.prefixes, self.carried = tuple(prefixes), tuple(reversed(carried))
 
     def _turned(self, layers: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -94,14 +95,14 @@ class HessianOperator(eqx.Module):
         directions = self._turned(_chain.same_layers("V", self.net, V).weights)
         changes = [directions[0]]
         for w, v, before in zip(self.layers[1:], directions[1:], self.prefixes[:-1], strict=True):
-            changes.append(w @ changes[-1] + v @ before)
+            changes.append(product(w, changes[-1]) + product(v, before))
         _, change = jax.jvp(self._slope, (self.prefixes[-1],), (changes[-1],))
         products = []
         for i in range(self.net.depth - 1, 0, -1):
             w, v, carried = self.layers[i], directions[i], self.carried[i]
             before, moved = self.prefixes[i - 1], changes[i - 1]
             products.append(self._outer((change, carried), (before, moved)))
-            change = w.T @ change + v.T @ carried
+            change = product(w.T, change) + product(v.T, carried)
         products.append(change.T if self.mirrored else change)
         return self.net.with_weights(tuple(products if self.mirrored else reversed(products)))
 
@@ -112,7 +113,7 @@ class HessianOperator(eqx.Module):
         if 4 * left[0].shape[1] <= left[0].shape[0]:
             # Thin factors: side by side the large result is written once.
             return jnp.concatenate(left, axis=1) @ jnp.concatenate(right, axis=1).T
-        return left[0] @ right[0].T + left[1] @ right[1].T
+        return product(left[0], right[0].T) + product(left[1], right[1].T)
 
     def flat(self, x: Float[Array, " n"]) -> Float[Array, " n"]:
         """The same on vectors of all parameters, layer after layer, row-major."""
