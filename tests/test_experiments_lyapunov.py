@@ -1,0 +1,89 @@
+"""Lyapunov exponents of deep products: the mathematics that the figures show."""
+
+import functools
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import gradflow as gf
+from experiments import gaussian_spectrum, residual_effect
+
+
+@pytest.fixture(autouse=True)
+def no_figure_is_left_over():
+    yield
+    plt.close("all")
+
+
+def drawn(module, data):
+    with gf.plot.style():
+        figure = module.figure(data)
+    assert isinstance(figure, Figure)
+    figure.canvas.draw()
+    return figure
+
+
+@functools.cache
+def gaussian():
+    config = gaussian_spectrum.Config(dimensions=(2, 4), sigma=1.5, steps=300, chains=64)
+    return gaussian_spectrum.compute(config)
+
+
+def test_gaussian_spectra_are_sampled_within_their_errors_of_the_closed_form():
+    data = gaussian()
+    # γ_1 + … + γ_d = E log |det|: the squared determinant is a product of χ² of 1 to d degrees.
+    for d in (2, 4):
+        pieces = np.random.default_rng(0).chisquare(np.arange(1, d + 1), (400_000, d))
+        total = d * np.log(1.5 / np.sqrt(d)) + 0.5 * np.log(pieces).sum(axis=1).mean()
+        np.testing.assert_allclose(data["closed_form"].sel(d=d).sum(), total, atol=0.02)
+    assert float(abs(gaussian_spectrum.deviations(data)).max()) < 4
+    assert float(data["standard_error"].max()) < 0.02
+    # The narrow spectrum has no third exponent.
+    assert np.isnan(data["exponent"].sel(d=2, k=[3, 4])).all()
+
+
+def test_gaussian_spectra_are_told_and_drawn():
+    text = gaussian_spectrum.summary(gaussian())
+    assert text.count("standard errors at most") == 2
+    left, right = drawn(gaussian_spectrum, gaussian()).axes
+    # What was sampled of d = 2 and 4, on top of the lines of the closed form.
+    assert sorted(len(line.get_xdata()) for line in left.lines) == [2, 2, 4, 4, 400]
+    low, high = right.get_ylim()
+    assert low < float(gaussian_spectrum.deviations(gaussian()).min()) < high
+
+
+@functools.cache
+def effect():
+    config = residual_effect.Config(dimension=2, scales=6, points=81, steps=400, smallest=0.3)
+    return residual_effect.compute(config)
+
+
+def test_a_residual_connection_helps_below_the_threshold_and_harms_above_it():
+    data = effect()
+    ((low, high),) = residual_effect.intervals(data, 1)
+    assert low == pytest.approx(1.134866, rel=1e-3)
+    assert high == data["fine_sigma"][-1]
+    decided, right = residual_effect.agreement(data)
+    assert decided == right >= 8
+    verdict = data["verdict"].sel(k=1)
+    assert verdict.values[0] == "shrank"
+    assert verdict.sel(sigma=2, method="nearest") == "grew"
+    # The samples lie on the curves that are drawn through them.
+    off = data["closed_form"].interp(fine_sigma=data["sigma"]) - data["exponent"]
+    assert float(abs(off).max()) < 0.02
+
+
+def test_the_largest_residual_exponent_is_never_negative():
+    data = effect().sel(shortcut="residual", k=1)
+    assert np.all(data["closed_form"] >= 0)
+    assert np.all(data["exponent"] > -4 * data["standard_error"])
+
+
+def test_effects_are_told_and_drawn_with_their_shaded_regions():
+    text = residual_effect.summary(effect())
+    assert "|γ_1| grows for σ from 1.13" in text
+    figure = drawn(residual_effect, effect())
+    for k, ax in zip((1, 2), figure.axes, strict=True):
+        assert len(ax.patches) == len(residual_effect.intervals(effect(), k))
