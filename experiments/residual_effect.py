@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import matplotlib.pyplot as plt
@@ -188,7 +189,7 @@ def figure(data: xr.Dataset) -> Figure:
         ax.set_xticks([], minor=True)
         ax.set_xlabel("scale σ of the weights (entries N(0, σ²/d))")
     names = {"plain": "plain, A", "residual": "residual, I + A"}
-    handles = [
+    handles: list[Any] = [
         Line2D([], [], color=c, marker=markers[n], ms=4.5, mfc="white", label=names[n])
         for n, c in colours.items()
     ]

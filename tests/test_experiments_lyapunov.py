@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import gradflow as gf
-from experiments import gaussian_spectrum, residual_effect
+from experiments import delta_exponents, gaussian_spectrum, residual_effect, residual_threshold
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +87,63 @@ def test_effects_are_told_and_drawn_with_their_shaded_regions():
     figure = drawn(residual_effect, effect())
     for k, ax in zip((1, 2), figure.axes, strict=True):
         assert len(ax.patches) == len(residual_effect.intervals(effect(), k))
+
+
+@functools.cache
+def thresholds():
+    config = residual_threshold.Config(widths=8, sampled=(2,), steps=200, chains=128)
+    return residual_threshold.compute(config)
+
+
+def test_the_threshold_falls_to_its_limit_like_one_over_the_width():
+    data = thresholds()
+    assert float(data["threshold"][0]) == pytest.approx(1.134866, abs=1e-6)
+    assert np.all(np.diff(data["threshold"]) < 0)
+    sigma = data.attrs["limit"]
+    assert 1 + sigma**2 == pytest.approx(sigma**-2)
+    gap = data["threshold"] - sigma
+    slope = np.diff(np.log(gap[-2:]))[0] / np.diff(np.log(data["d"][-2:]))[0]
+    assert slope == pytest.approx(-1, abs=0.02)
+
+
+def test_sampled_exponents_find_the_same_threshold():
+    data = thresholds()
+    off = abs(data["sampled"] - data["exact_at_sampled"])
+    assert np.all(off < 4 * data["standard_error"])
+    assert np.all(data["standard_error"] < 0.01)
+    assert "standard errors off the closed form" in residual_threshold.summary(data)
+    left, right = drawn(residual_threshold, data).axes
+    assert left.get_ylim()[1] > 1.134
+    np.testing.assert_allclose(left.lines[0].get_ydata(), data["threshold"])
+    assert np.all(right.lines[0].get_ydata() > 0)
+
+
+@functools.cache
+def deltas():
+    config = delta_exponents.Config(dimension=2, betas=13, points=31, steps=100, chains=64)
+    return delta_exponents.compute(config)
+
+
+def test_exponents_of_delta_products_sum_to_the_logarithm_of_the_determinant():
+    data = deltas()
+    rule = np.log(
+        np.abs(1 - data["beta"].values), where=data["beta"] != 1, out=np.full(13, -np.inf)
+    )
+    np.testing.assert_allclose(data["exponent"].sum("k"), rule, atol=1e-12)
+    np.testing.assert_allclose(
+        data["fine_closed_form"].sum("k")[:5], np.log(1 - data["fine_beta"][:5])
+    )
+
+
+def test_delta_products_vanish_between_keeping_and_reflecting():
+    data = deltas()
+    top = data["exponent"].isel(k=0)
+    beta = data["beta"]
+    assert np.all(top.where((beta > 0) & (beta < 2), -1) < 0)
+    assert np.all(top.where((beta < 0) | (beta > 2), 1) > 0)
+    np.testing.assert_allclose(data["exponent"].sel(beta=[0, 2]), 0, atol=1e-12)
+    assert data["exponent"].sel(beta=1, k=2) == -np.inf
+    off = abs(data["exponent"] - data["closed_form"]).sel(k=1)
+    assert np.all(off < 4.5 * data["standard_error"].sel(k=1) + 1e-12)
+    assert "(γ_2 = −∞) at β = 1" in delta_exponents.summary(data)
+    drawn(delta_exponents, data)
