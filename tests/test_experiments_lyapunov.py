@@ -8,7 +8,14 @@ import pytest
 from matplotlib.figure import Figure
 
 import gradflow as gf
-from experiments import delta_exponents, gaussian_spectrum, residual_effect, residual_threshold
+from experiments import (
+    convergence,
+    delta_exponents,
+    filtration,
+    gaussian_spectrum,
+    residual_effect,
+    residual_threshold,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +154,67 @@ def test_delta_products_vanish_between_keeping_and_reflecting():
     assert np.all(off < 4.5 * data["standard_error"].sel(k=1) + 1e-12)
     assert "(γ_2 = −∞) at β = 1" in delta_exponents.summary(data)
     drawn(delta_exponents, data)
+
+
+@functools.cache
+def growth():
+    return filtration.compute(filtration.Config(steps=120, chains=32, rate_steps=300))
+
+
+def test_the_invariant_subspace_is_found_from_the_matrices():
+    data = growth()
+    assert data["level_dimension"].values.tolist() == [4, 2]
+    assert data.attrs["subspace_error"] < 1e-9
+    # The block alone, without any filtration.
+    config = filtration.Config()
+    blocks = np.asarray(filtration.law(config).matrices)[:, :2, :2]
+    alone = gf.lyapunov.top_exponent(gf.lyapunov.Finite(blocks))
+    assert float(data["level_rate"][1]) == pytest.approx(alone.exponent, abs=0.01)
+
+
+def test_starts_grow_at_the_rate_of_the_subspace_they_lie_in():
+    data = growth()
+    high, low = data["level_rate"].values
+    assert high - low > 0.3
+    np.testing.assert_array_equal(data["rate"], [high, low, high])
+    np.testing.assert_allclose(filtration.fitted_rates(data)[:2], [high, low], atol=0.06)
+    # Almost inside: the lower rate first, the higher one late.
+    depth, near = data["depth"], data["growth"].sel(start="almost inside")
+    turn = filtration.overtaking(data)
+    early, late = (depth < 0.6 * turn), (depth > 1.3 * turn)
+    slopes = [np.polyfit(depth[x], near[x], 1)[0] for x in (early, late)]
+    np.testing.assert_allclose(slopes, [low, high], atol=0.15)
+
+
+def test_growth_is_told_and_drawn_along_the_predicted_slopes():
+    text = filtration.summary(growth())
+    assert text.count("predicted") == 3
+    (ax,) = drawn(filtration, growth()).axes
+    straight = [line for line in ax.lines if line.get_color() == "black"]
+    for line, rate in zip(straight, growth()["level_rate"].values, strict=True):
+        np.testing.assert_allclose(line.get_ydata() / line.get_xdata(), rate)
+
+
+@functools.cache
+def errors():
+    return convergence.compute(convergence.Config(word_length=7, steps=1000, chains=16))
+
+
+def test_methods_converge_at_their_orders_and_the_determinant_faster_than_any():
+    data = errors()
+    assert data.attrs["exponent"] == pytest.approx(1.14331103510294924584, abs=1e-15)
+    slopes = convergence.orders(data)
+    assert slopes["sampled"] == pytest.approx(-0.5, abs=0.2)
+    assert slopes["linear"] == pytest.approx(-2, abs=0.4)
+    assert slopes["ulam"] < -0.8
+    # The gain of one more letter grows with the length.
+    gains = -np.diff(np.log10(data["word_error"]))
+    assert np.all(np.diff(gains) > 0)
+    assert float(data["word_error"][-1]) < 1e-20
+
+
+def test_convergence_is_told_and_drawn():
+    text = convergence.summary(errors())
+    assert "γ₁ = 1.143311035102949" in text
+    (ax,) = drawn(convergence, errors()).axes
+    assert len(ax.get_legend().get_texts()) == 4
