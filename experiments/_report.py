@@ -1,4 +1,4 @@
-"""How runs ended, one line each."""
+"""How runs and samplings ended, one line each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 import gradflow as gf
 
-__all__ = ["run_lines"]
+__all__ = ["run_lines", "spectrum_lines"]
 
 
 def run_lines(runs: Mapping[str, gf.Trajectory | Sequence[gf.Trajectory]]) -> str:
@@ -38,3 +38,25 @@ def _line(name: str, runs: Sequence[gf.Trajectory]) -> str:
         f"{name}: {status}, {solvers}, {accepted} steps + {rejected} rejected, "
         f"loss {first:.4g} -> {last:.4g}, largest drift {drift:.1e}"
     )
+
+
+def spectrum_lines(
+    runs: Mapping[str, gf.lyapunov.Spectrum | Sequence[gf.lyapunov.Spectrum]],
+) -> str:
+    """Chains, steps and largest standard error of sampled exponents, for the attribute ``runs``.
+
+    Args:
+        runs: by name, a spectrum or several spectra to be summed up in one line.
+    """
+    lines = []
+    for name, one in runs.items():
+        spectra = [one] if isinstance(one, gf.lyapunov.Spectrum) else one
+        error = max(float(np.max(s.standard_error)) for s in spectra)
+        diverged = sum(not bool(s.orbit_finite) for s in spectra)
+        lines.append(
+            f"{name}: {len(spectra)} {'spectrum' if len(spectra) == 1 else 'spectra'} by QR, "
+            f"{spectra[0].chains} chains of {spectra[0].steps} steps after "
+            f"{int(spectra[0].burn_in)}, largest standard error {error:.1e}"
+            + (f", {diverged} orbits DIVERGED" if diverged else "")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""Lyapunov exponents of deep products: the mathematics that the figures show."""
+
+import functools
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import gradflow as gf
+from experiments import (
+    convergence,
+    delta_exponents,
+    filtration,
+    gaussian_spectrum,
+    residual_effect,
+    residual_threshold,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_figure_is_left_over():
+    yield
+    plt.close("all")
+
+
+def drawn(module, data):
+    with gf.plot.style():
+        figure = module.figure(data)
+    assert isinstance(figure, Figure)
+    figure.canvas.draw()
+    return figure
+
+
+@functools.cache
+def gaussian():
+    config = gaussian_spectrum.Config(dimensions=(2, 4), sigma=1.5, steps=300, chains=64)
+    return gaussian_spectrum.compute(config)
+
+
+def test_gaussian_spectra_are_sampled_within_their_errors_of_the_closed_form():
+    data = gaussian()
+    # γ_1 + … + γ_d = E log |det|: the squared determinant is a product of χ² of 1 to d degrees.
+    for d in (2, 4):
+        pieces = np.random.default_rng(0).chisquare(np.arange(1, d + 1), (400_000, d))
+        total = d * np.log(1.5 / np.sqrt(d)) + 0.5 * np.log(pieces).sum(axis=1).mean()
+        np.testing.assert_allclose(data["closed_form"].sel(d=d).sum(), total, atol=0.02)
+    assert float(abs(gaussian_spectrum.deviations(data)).max()) < 4
+    assert float(data["standard_error"].max()) < 0.02
+    # The narrow spectrum has no third exponent.
+    assert np.isnan(data["exponent"].sel(d=2, k=[3, 4])).all()
+
+
+def test_gaussian_spectra_are_told_and_drawn():
+    text = gaussian_spectrum.summary(gaussian())
+    assert text.count("standard errors at most") == 2
+    left, right = drawn(gaussian_spectrum, gaussian()).axes
+    # What was sampled of d = 2 and 4, on top of the lines of the closed form.
+    assert sorted(len(line.get_xdata()) for line in left.lines) == [2, 2, 4, 4, 400]
+    low, high = right.get_ylim()
+    assert low < float(gaussian_spectrum.deviations(gaussian()).min()) < high
+
+
+@functools.cache
+def effect():
+    config = residual_effect.Config(dimension=2, scales=6, points=81, steps=400, smallest=0.3)
+    return residual_effect.compute(config)
+
+
+def test_a_residual_connection_helps_below_the_threshold_and_harms_above_it():
+    data = effect()
+    ((low, high),) = residual_effect.intervals(data, 1)
+    assert low == pytest.approx(1.134866, rel=1e-3)
+    assert high == data["fine_sigma"][-1]
+    decided, right = residual_effect.agreement(data)
+    assert decided == right >= 8
+    verdict = data["verdict"].sel(k=1)
+    assert verdict.values[0] == "shrank"
+    assert verdict.sel(sigma=2, method="nearest") == "grew"
+    # The samples lie on the curves that are drawn through them.
+    off = data["closed_form"].interp(fine_sigma=data["sigma"]) - data["exponent"]
+    assert float(abs(off).max()) < 0.02
+
+
+def test_the_largest_residual_exponent_is_never_negative():
+    data = effect().sel(shortcut="residual", k=1)
+    assert np.all(data["closed_form"] >= 0)
+    assert np.all(data["exponent"] > -4 * data["standard_error"])
+
+
+def test_effects_are_told_and_drawn_with_their_shaded_regions():
+    text = residual_effect.summary(effect())
+    assert "|γ_1| grows for σ from 1.13" in text
+    figure = drawn(residual_effect, effect())
+    for k, ax in zip((1, 2), figure.axes, strict=True):
+        assert len(ax.patches) == len(residual_effect.intervals(effect(), k))
+
+
+@functools.cache
+def thresholds():
+    config = residual_threshold.Config(widths=8, sampled=(2,), steps=200, chains=128)
+    return residual_threshold.compute(config)
+
+
+def test_the_threshold_falls_to_its_limit_like_one_over_the_width():
+    data = thresholds()
+    assert float(data["threshold"][0]) == pytest.approx(1.134866, abs=1e-6)
+    assert np.all(np.diff(data["threshold"]) < 0)
+    sigma = data.attrs["limit"]
+    assert 1 + sigma**2 == pytest.approx(sigma**-2)
+    gap = data["threshold"] - sigma
+    slope = np.diff(np.log(gap[-2:]))[0] / np.diff(np.log(data["d"][-2:]))[0]
+    assert slope == pytest.approx(-1, abs=0.02)
+
+
+def test_sampled_exponents_find_the_same_threshold():
+    data = thresholds()
+    off = abs(data["sampled"] - data["exact_at_sampled"])
+    assert np.all(off < 4 * data["standard_error"])
+    assert np.all(data["standard_error"] < 0.01)
+    assert "standard errors off the closed form" in residual_threshold.summary(data)
+    left, right = drawn(residual_threshold, data).axes
+    assert left.get_ylim()[1] > 1.134
+    np.testing.assert_allclose(left.lines[0].get_ydata(), data["threshold"])
+    assert np.all(right.lines[0].get_ydata() > 0)
+
+
+@functools.cache
+def deltas():
+    config = delta_exponents.Config(dimension=2, betas=13, points=31, steps=100, chains=64)
+    return delta_exponents.compute(config)
+
+
+def test_exponents_of_delta_products_sum_to_the_logarithm_of_the_determinant():
+    data = deltas()
+    rule = np.log(
+        np.abs(1 - data["beta"].values), where=data["beta"] != 1, out=np.full(13, -np.inf)
+    )
+    np.testing.assert_allclose(data["exponent"].sum("k"), rule, atol=1e-12)
+    np.testing.assert_allclose(
+        data["fine_closed_form"].sum("k")[:5], np.log(1 - data["fine_beta"][:5])
+    )
+
+
+def test_delta_products_vanish_between_keeping_and_reflecting():
+    data = deltas()
+    top = data["exponent"].isel(k=0)
+    beta = data["beta"]
+    assert np.all(top.where((beta > 0) & (beta < 2), -1) < 0)
+    assert np.all(top.where((beta < 0) | (beta > 2), 1) > 0)
+    np.testing.assert_allclose(data["exponent"].sel(beta=[0, 2]), 0, atol=1e-12)
+    assert data["exponent"].sel(beta=1, k=2) == -np.inf
+    off = abs(data["exponent"] - data["closed_form"]).sel(k=1)
+    assert np.all(off < 4.5 * data["standard_error"].sel(k=1) + 1e-12)
+    assert "(γ_2 = −∞) at β = 1" in delta_exponents.summary(data)
+    drawn(delta_exponents, data)
+
+
+@functools.cache
+def growth():
+    return filtration.compute(filtration.Config(steps=120, chains=32, rate_steps=300))
+
+
+def test_the_invariant_subspace_is_found_from_the_matrices():
+    data = growth()
+    assert data["level_dimension"].values.tolist() == [4, 2]
+    assert data.attrs["subspace_error"] < 1e-9
+    # The block alone, without any filtration.
+    config = filtration.Config()
+    blocks = np.asarray(filtration.law(config).matrices)[:, :2, :2]
+    alone = gf.lyapunov.top_exponent(gf.lyapunov.Finite(blocks))
+    assert float(data["level_rate"][1]) == pytest.approx(alone.exponent, abs=0.01)
+
+
+def test_starts_grow_at_the_rate_of_the_subspace_they_lie_in():
+    data = growth()
+    high, low = data["level_rate"].values
+    assert high - low > 0.3
+    np.testing.assert_array_equal(data["rate"], [high, low, high])
+    np.testing.assert_allclose(filtration.fitted_rates(data)[:2], [high, low], atol=0.06)
+    # Almost inside: the lower rate first, the higher one late.
+    depth, near = data["depth"], data["growth"].sel(start="almost inside")
+    turn = filtration.overtaking(data)
+    early, late = (depth < 0.6 * turn), (depth > 1.3 * turn)
+    slopes = [np.polyfit(depth[x], near[x], 1)[0] for x in (early, late)]
+    np.testing.assert_allclose(slopes, [low, high], atol=0.15)
+
+
+def test_growth_is_told_and_drawn_along_the_predicted_slopes():
+    text = filtration.summary(growth())
+    assert text.count("predicted") == 3
+    (ax,) = drawn(filtration, growth()).axes
+    straight = [line for line in ax.lines if line.get_color() == "black"]
+    for line, rate in zip(straight, growth()["level_rate"].values, strict=True):
+        np.testing.assert_allclose(line.get_ydata() / line.get_xdata(), rate)
+
+
+@functools.cache
+def errors():
+    return convergence.compute(convergence.Config(word_length=7, steps=1000, chains=16))
+
+
+def test_methods_converge_at_their_orders_and_the_determinant_faster_than_any():
+    data = errors()
+    assert data.attrs["exponent"] == pytest.approx(1.14331103510294924584, abs=1e-15)
+    slopes = convergence.orders(data)
+    assert slopes["sampled"] == pytest.approx(-0.5, abs=0.2)
+    assert slopes["linear"] == pytest.approx(-2, abs=0.4)
+    assert slopes["ulam"] < -0.8
+    # The gain of one more letter grows with the length.
+    gains = -np.diff(np.log10(data["word_error"]))
+    assert np.all(np.diff(gains) > 0)
+    assert float(data["word_error"][-1]) < 1e-20
+
+
+def test_convergence_is_told_and_drawn():
+    text = convergence.summary(errors())
+    assert "γ₁ = 1.143311035102949" in text
+    (ax,) = drawn(convergence, errors()).axes
+    assert len(ax.get_legend().get_texts()) == 4
