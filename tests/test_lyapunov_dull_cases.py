@@ -52,14 +52,15 @@ def test_periodic_products_have_the_exponents_of_one_period():
     np.testing.assert_allclose(run.exponents, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("d", [pytest.param(3, marks=pytest.mark.slow), 10])
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [3, 10])
 def test_orthogonal_matrices_have_the_logarithm_of_their_scale_as_exponents(d):
     exact(ly.Haar(d, 0.7), np.full(d, np.log(0.7)), chains=16)
     exact(ly.Haar(d, 0.7, complex=True), np.full(d, np.log(0.7)), chains=16)
 
 
 def test_rotations_are_special_and_of_haar_measure():
-    for d in (3, 10):
+    for d in (2, 9):
         drawn = np.asarray(ly.Haar(d, special=True).sample(0, 2000))
         np.testing.assert_allclose(np.linalg.det(drawn), 1, atol=1e-12)
         # Entries have mean 0 and variance 1/d; the trace has variance 1.
@@ -121,6 +122,7 @@ def test_complex_gaussian_matrices():
     assert run.exponents.dtype == float
 
 
+@pytest.mark.slow
 def test_correlated_rows():
     covariance = np.array([[2.0, 0.9], [0.9, 0.7]])
     ensemble = ly.Gaussian(2, 0.6, covariance=covariance)
@@ -141,9 +143,13 @@ def test_correlated_rows_and_delta_shortcuts_of_larger_matrices():
     assert within(run, ly.closed_form(large)[:1])
 
 
-def test_delta_shortcut_and_fixed_directions():
+def test_delta_shortcut():
     ensemble = ly.delta(ly.Gaussian(3, 0.4), 0.8)
     assert within(ly.exponents(0, ensemble, 500), ly.closed_form(ensemble)[:1])
+
+
+@pytest.mark.slow
+def test_fixed_directions():
     fixed = ly.delta(ly.Finite([0.1 * np.eye(2)]), 0.5, direction=[3.0, 0.0])
     exact(fixed, np.log([1.1, 0.6]), 200, burn_in=200)
     one = ly.DeltaProduct(2, 0.5, directions=[[0.0, 2.0]])
@@ -171,6 +177,7 @@ def test_a_start_in_the_invariant_subspace_sees_its_exponent_only():
     assert within(generic, [0.5])
 
 
+@pytest.mark.slow
 def test_a_frame_to_start_from():
     A = np.diag([2.0, 3.0, 5.0])
     run = ly.exponents(0, ly.Finite([A]), 20, start=np.eye(3)[:, :2])

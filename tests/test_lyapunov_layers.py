@@ -133,6 +133,13 @@ def test_runs_map_over_parameters_of_the_ensemble():
     sigmas = jnp.array([0.5, 1.0, 2.0])
     found = jax.vmap(top)(sigmas)
     np.testing.assert_allclose(jnp.diff(found), np.log(2.0), atol=1e-10)
+
+
+@pytest.mark.slow
+def test_exponents_differentiate_with_respect_to_parameters():
+    def top(sigma):
+        return ly.exponents(0, ly.Gaussian(2, sigma), 200, 1, chains=8).exponents[0]
+
     # Of σG the exponents are those of G plus log σ.
     np.testing.assert_allclose(jax.jacfwd(top)(2.0), 0.5, atol=1e-10)
 
