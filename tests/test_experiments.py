@@ -51,6 +51,7 @@ NAMES = [
     "saddle_to_saddle",
     "sequential_learning",
     "signature_lattice",
+    "stationary_measures",
     "strict_or_not",
     "two_layer_exact",
 ]

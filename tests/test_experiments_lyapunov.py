@@ -15,6 +15,7 @@ from experiments import (
     gaussian_spectrum,
     residual_effect,
     residual_threshold,
+    stationary_measures,
 )
 
 
@@ -34,7 +35,7 @@ def drawn(module, data):
 
 @functools.cache
 def gaussian():
-    config = gaussian_spectrum.Config(dimensions=(2, 4), sigma=1.5, steps=300, chains=64)
+    config = gaussian_spectrum.Config(dimensions=(2, 4), sigma=1.5, steps=300, chains=256)
     return gaussian_spectrum.compute(config)
 
 
@@ -168,7 +169,7 @@ def test_the_invariant_subspace_is_found_from_the_matrices():
     # The block alone, without any filtration.
     config = filtration.Config()
     blocks = np.asarray(filtration.law(config).matrices)[:, :2, :2]
-    alone = gf.lyapunov.top_exponent(gf.lyapunov.Finite(blocks))
+    alone = gf.lyapunov.stationary_measure(gf.lyapunov.Finite(blocks), 500)
     assert float(data["level_rate"][1]) == pytest.approx(alone.exponent, abs=0.01)
 
 
@@ -218,3 +219,40 @@ def test_convergence_is_told_and_drawn():
     assert "γ₁ = 1.143311035102949" in text
     (ax,) = drawn(convergence, errors()).axes
     assert len(ax.get_legend().get_texts()) == 4
+
+
+@functools.cache
+def measures():
+    config = stationary_measures.Config(bins=360, samples=4000, burn_in=60)
+    return stationary_measures.compute(config)
+
+
+def test_directions_of_deep_products_have_the_stationary_law():
+    data = measures()
+    widths = np.diff(data["edge"].values)
+    np.testing.assert_allclose(stationary_measures.coarse(data) @ widths, 1)
+    np.testing.assert_allclose(data["histogram"].values @ widths, 1)
+    # Kolmogorov and Smirnov: 1.63/√n at a level of 1 %, and the width of the cells.
+    assert np.all(stationary_measures.distances(data) < 1.63 / np.sqrt(4000) + 0.02)
+
+
+def test_integrals_over_stationary_measures_are_exponents():
+    exponent = measures()["exponent"].values
+    matrices = stationary_measures.laws()["two positive matrices"].matrices
+    exact = gf.lyapunov.determinant(np.asarray(matrices), [0.5, 0.5], 8)
+    assert exponent[0, 0] == pytest.approx(float(exact), abs=1e-4)
+    # The mean of log |Au| over all angles is the logarithm of half the sum of singular values.
+    assert exponent[1, 0] == pytest.approx(np.log((2 + 0.5) / 2), abs=1e-3)
+    # Triangular: the means of the logarithms on the diagonal.
+    diagonals = [[1.4, 1.1], [0.6, 0.8]]
+    np.testing.assert_allclose(exponent[3], np.log(diagonals).mean(axis=1), atol=1e-3)
+
+
+def test_a_line_that_all_keep_has_a_measure_of_its_own():
+    data = measures()
+    assert np.isfinite(data["exponent"]).sum("measure").values.tolist() == [1, 1, 1, 2]
+    assert np.isfinite(data["invariant_line"]).sum("line").values.tolist() == [0, 0, 0, 1]
+    assert float(data["invariant_line"][3, 0]) == 0
+    assert stationary_measures.summary(data).count("NOT unique") == 1
+    figure = drawn(stationary_measures, data)
+    assert [len(ax.lines) for ax in figure.axes] == [0, 0, 0, 2]
