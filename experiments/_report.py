@@ -33,10 +33,14 @@ def _line(name: str, runs: Sequence[gf.Trajectory]) -> str:
     accepted = sum(run.stats.accepted for run in runs)
     rejected = sum(run.stats.rejected for run in runs)
     first, last = max(float(r.loss[0]) for r in runs), max(float(r.final_loss) for r in runs)
-    drift = max(float(np.max(gf.observables.conservation_drift(run))) for run in runs)
+    if not runs[0].recorded["law_drift"].shape[-1]:
+        laws = "no conserved laws"
+    else:
+        drift = max(float(np.max(gf.observables.conservation_drift(run))) for run in runs)
+        laws = f"largest drift {drift:.1e}"
     return (
         f"{name}: {status}, {solvers}, {accepted} steps + {rejected} rejected, "
-        f"loss {first:.4g} -> {last:.4g}, largest drift {drift:.1e}"
+        f"loss {first:.4g} -> {last:.4g}, {laws}"
     )
 
 
