@@ -92,7 +92,7 @@ def compute(config: Config) -> xr.Dataset:
         changes.append(_changes(fixed, traj.states))
     modulated = np.arange(h)
     laws = [
-        [_laws(problem, start, directions, beta, hidden) for hidden in modulated]
+        [_laws(problem, start, directions, beta, hidden) for hidden in range(h)]
         for beta in (config.counted, 1.0)
     ]
     sizes = np.array(widths[1:-1])
@@ -208,9 +208,7 @@ def figure(data: xr.Dataset) -> Figure:
         for part in _PARTS:
             change = data["change"].sel(gate=gate, part=part).values
             if np.isfinite(change).all():
-                ax.plot(
-                    data["t"], np.maximum(change, floor), color=colours[part], ls=_STYLES[part]
-                )
+                ax.plot(data["t"], np.maximum(change, floor), color=colours[part], ls=_STYLES[part])
         ax.set_yscale("log")
         ax.set_ylim(0.3 * floor, 30 * max(1.0, float(data["change"].max())))
         ax.set_title(f"β = {gate:g}, {gf.delta.regime(gate)}")
@@ -219,8 +217,7 @@ def figure(data: xr.Dataset) -> Figure:
             ax.set_ylabel("change since the start, largest entry")
     _count(data, grid.ravel()[count - 1])
     handles = [
-        Line2D([], [], color=colours[part], ls=_STYLES[part], label=_NAMES[part])
-        for part in _PARTS
+        Line2D([], [], color=colours[part], ls=_STYLES[part], label=_NAMES[part]) for part in _PARTS
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
     fig.suptitle("A gate keeps block and entry and breaks what crosses between them")
@@ -233,7 +230,7 @@ def _count(data: xr.Dataset, ax: Axes) -> None:
     for row, marker, colour, beta in zip(
         data["laws"].values, "ox", gf.plot.palette(2), data["counted"].values, strict=True
     ):
-        fill = {"mfc": "white"} if marker == "o" else {}
+        fill: dict[str, Any] = {"mfc": "white"} if marker == "o" else {}
         ax.plot(x, row, marker, ms=8, color=colour, label=f"by rank, β = {beta:g}", **fill)
     ax.set_xticks(x)
     ax.set_ylim(0, 1.45 * max(formula.max(), data["laws"].values.max()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
@@ -60,7 +61,7 @@ def compute(config: Config) -> xr.Dataset:
     keys, values = _pairs(config, rng, config.steps)
     gates = rng.uniform(0, 2, config.steps)
     over_time = np.asarray(gf.delta.memory(keys, values, gates))
-    zero = np.zeros((config.key_dimension, config.value_dimension))
+    zero = jnp.zeros((config.key_dimension, config.value_dimension))
     over_depth = np.asarray(gf.delta.depth_stack(keys, values, gates).states(zero))
     recall, crosstalk = _recall(config, rng)
     one = _rewritten(config, rng)
@@ -223,7 +224,9 @@ def _side_by_side(data: xr.Dataset, ax: Axes) -> None:
     steps = np.arange(data.sizes["step"])
     colours = gf.plot.palette(4)
     some = slice(None, None, max(1, len(steps) // 24))
-    for i, colour in zip(range(min(4, data.sizes["row"], data.sizes["column"])), colours, strict=False):
+    for i, colour in zip(
+        range(min(4, data.sizes["row"], data.sizes["column"])), colours, strict=False
+    ):
         ax.plot(steps, data["over_time"][:, i, i], color=colour)
         ax.plot(
             steps[some],

@@ -93,7 +93,9 @@ def compute(config: Config) -> xr.Dataset:
     method = gf.Method(solver="explicit", rtol=config.rtol, atol=config.rtol * 1e-2)
 
     def run(betas):
-        flow = gf.DeltaModulatedFlow(problem, _UntilRelease(betas, jnp.asarray(config.release)), directions)
+        flow = gf.DeltaModulatedFlow(
+            problem, _UntilRelease(betas, jnp.asarray(config.release)), directions
+        )
         return gf.simulate(flow, start, config.t1, save=config.points, method=method)
 
     # Functions of time that differ in numbers only: one program serves gates of all kinds.
@@ -102,8 +104,14 @@ def compute(config: Config) -> xr.Dataset:
     shape = (len(_WHERE), len(config.gates), config.points, -1)
     return xr.Dataset(
         {
-            "modes": (("where", "gate", "time", "mode"), np.reshape([run["modes"] for run in lanes], shape)),
-            "loss": (("where", "gate", "time"), np.reshape([run.loss for run in lanes], shape[:-1])),
+            "modes": (
+                ("where", "gate", "time", "mode"),
+                np.reshape([run["modes"] for run in lanes], shape),
+            ),
+            "loss": (
+                ("where", "gate", "time"),
+                np.reshape([run.loss for run in lanes], shape[:-1]),
+            ),
             "exact": (("gate", "time"), _exact(config, np.asarray(lanes[0].ts))),
         },
         coords={

@@ -8,6 +8,7 @@ states with m columns, changes its sign at β = 1 for odd m (Zhang et al., arXiv
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import matplotlib.pyplot as plt
@@ -51,9 +52,13 @@ def compute(config: Config) -> xr.Dataset:
     k = np.random.default_rng(config.seed).standard_normal(d)
     dense = np.asarray(jax.vmap(lambda beta: gf.delta.operator(beta, k).matrix())(betas))
     eigenvalues = np.linalg.eigvalsh(dense)[:, ::-1]
-    lifted = [np.linalg.det(np.stack([np.kron(np.eye(m), M) for M in dense])) for m in config.columns]
+    lifted = [
+        np.linalg.det(np.stack([np.kron(np.eye(m), M) for M in dense])) for m in config.columns
+    ]
     spectra = jax.vmap(lambda beta: gf.delta.spectrum(beta, d))(betas)
-    determinants = [jax.vmap(lambda b, m=m: gf.delta.determinant(b, m))(betas) for m in config.columns]
+    determinants = [
+        jax.vmap(lambda b, m=m: gf.delta.determinant(b, m))(betas) for m in config.columns
+    ]
     turn = np.deg2rad(config.angle)
     direction = np.array([np.cos(turn), np.sin(turn)])
     # From the side of −k to that of k, so that each half of the circle is one piece.
@@ -103,7 +108,8 @@ def figure(data: xr.Dataset) -> Figure:
     """Eigenvalues and determinants against the gate; below, a circle of states for some gates."""
     count = data.sizes["gate"]
     fig = plt.figure(figsize=(10.5, 6.6), layout="constrained")
-    top, bottom = fig.subfigures(2, 1, height_ratios=(1.25, 1))
+    parts: Any = fig.subfigures(2, 1, height_ratios=(1.25, 1))
+    top, bottom = parts
     values, determinants = top.subplots(1, 2)
     _against_gate(data, values, determinants)
     circles = bottom.subplots(1, count, sharex=True, sharey=True, squeeze=False)[0]
@@ -130,7 +136,7 @@ def _against_gate(data: xr.Dataset, values: Axes, determinants: Axes) -> None:
     d, beta = data.sizes["eigenvalue"], data["beta"].values
     blue, orange = gf.plot.palette(2)
     some = slice(None, None, max(1, (len(beta) - 1) // 20))
-    circles = {"ls": "", "marker": "o", "mfc": "white", "ms": 4.5}
+    circles: dict[str, Any] = {"ls": "", "marker": "o", "mfc": "white", "ms": 4.5}
     stays = f"1, {d - 1} times" if d > 2 else "1"
     values.plot(beta, data["spectrum"][:, 0], color=blue, label=stays)
     values.plot(beta, data["spectrum"][:, -1], color=orange, label="1 − β, along k")
@@ -183,8 +189,8 @@ def _circle(one: xr.Dataset, ax: Axes) -> None:
     if np.linalg.norm(image[:, at] - circle[:, at]) > 1e-9:
         ax.annotate(
             "",
-            image[:, at],
-            circle[:, at],
+            tuple(image[:, at]),
+            tuple(circle[:, at]),
             arrowprops={"arrowstyle": "->", "color": "black", "lw": 1.2, "shrinkA": 2},
         )
     ax.set_title(f"β = {float(one['gate']):g}, {one['regime'].item()}", fontsize=10)

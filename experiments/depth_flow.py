@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import xarray as xr
@@ -86,10 +87,9 @@ def compute(config: Config) -> xr.Dataset:
     smooth = [flow(block, float(config.depth)) for block in frozen]
     # Direction and value are the same for all gates, so that one program reads all states.
     paths = [gf.delta.unroll(block, X0, config.depth) for block in frozen]
-    for n in config.finer:
-        paths.append(gf.delta.unroll(frozen[-1], X0, config.depth * n, 1.0 / n))
+    paths += [gf.delta.unroll(frozen[-1], X0, config.depth * n, 1.0 / n) for n in config.finer]
     lengths = [len(path) for path in paths]
-    read = np.asarray(jax.vmap(frozen[0].readout_error)(np.concatenate(paths)))
+    read = np.asarray(jax.vmap(frozen[0].readout_error)(jnp.concatenate(paths)))
     full_steps, finest = np.split(read, [len(frozen) * (config.depth + 1)])
     finer = np.full((len(config.finer), max(lengths)), np.nan)
     pieces = np.split(finest, np.cumsum(lengths[len(frozen) : -1]))
@@ -163,7 +163,9 @@ def summary(data: xr.Dataset) -> str:
         f"{float(block_off.max()):.1e} of (1 − β)^l in the blocks"
     )
     for beta, smooth, jumps in zip(gate.values, *crossings(data), strict=True):
-        lines.append(f"β = {beta:g}: the flow crosses its target {smooth} times, the blocks {jumps}")
+        lines.append(
+            f"β = {beta:g}: the flow crosses its target {smooth} times, the blocks {jumps}"
+        )
     return "\n".join(lines)
 
 
@@ -176,7 +178,12 @@ def figure(data: xr.Dataset) -> Figure:
     ):
         label = f"{name}: slope {slope:.2f}".replace("-", "−").replace("state: ", "state:\n")
         order.plot(
-            count, data["euler_error"].sel(block=name), marker=marker, ms=5, color=colour, label=label
+            count,
+            data["euler_error"].sel(block=name),
+            marker=marker,
+            ms=5,
+            color=colour,
+            label=label,
         )
     last = data["euler_error"].isel(count=-1).min().item()
     order.plot(
@@ -202,7 +209,9 @@ def figure(data: xr.Dataset) -> Figure:
     handles, _ = errors.get_legend_handles_labels()
     handles += [
         Line2D([], [], color="black", label="flow"),
-        Line2D([], [], color="black", marker="o", ls=":", lw=0.8, mfc="white", ms=5, label="blocks"),
+        Line2D(
+            [], [], color="black", marker="o", ls=":", lw=0.8, mfc="white", ms=5, label="blocks"
+        ),
     ]
     errors.legend(handles=handles, loc="lower right", ncols=2)
     errors.set_title("the flow keeps its side, blocks with β > 1 do not")

@@ -121,14 +121,28 @@ def figure(data: xr.Dataset) -> Figure:
     left.set_ylabel(r"readout error $\|k^\top X_l - v^\top\|$")
     left.set_title("error against depth")
     handles = [
-        Line2D([], [], color=c, marker="o", ms=5, label=f"β = {g:g}, factor {1 - g:.2f}".replace("-", "−"))
+        Line2D(
+            [],
+            [],
+            color=c,
+            marker="o",
+            ms=5,
+            label=f"β = {g:g}, factor {1 - g:.2f}".replace("-", "−"),
+        )
         for c, g in zip(colours, data["gate"].values, strict=True)
     ]
     handles += [
         Line2D([], [], color="black", ls="-", label=r"predicted, $|1-\beta|^l$ times the first"),
         Line2D([], [], color="black", ls="", marker="o", ms=5, label="measured"),
         Line2D(
-            [], [], color="black", ls="", marker="o", mfc="white", ms=5, label="measured, sign turned"
+            [],
+            [],
+            color="black",
+            ls="",
+            marker="o",
+            mfc="white",
+            ms=5,
+            label="measured, sign turned",
         ),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=4)

@@ -1,4 +1,4 @@
-"""Signal and gradient norm through 100 layers: delta blocks beside the neighbours they compete with.
+"""Signal and gradient norm through 100 layers: delta blocks beside their neighbours.
 
 Layers with random weights of one scale. Without a shortcut signal and gradient die out; sums of
 branches let both grow; rotations keep both; highway layers shrink both, by the part that each gate
