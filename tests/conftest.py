@@ -4,6 +4,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -12,3 +13,10 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 # Array annotations of the whole library are checked on every call; before its first import.
 jaxtyping.install_import_hook("gradflow", "shapecheck.array_annotations_only")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_other_files_are_dropped():
+    """Thousands of compiled programs exhaust the memory maps of a process, and XLA crashes."""
+    yield
+    jax.clear_caches()

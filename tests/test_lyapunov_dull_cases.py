@@ -5,7 +5,8 @@ import pytest
 
 from lyapunov_cases import block_triangular, ly, optimised, rank_one, within
 
-pytestmark = pytest.mark.usefixtures("optimised")
+# Mostly compilation, a minute or more in all: slow.
+pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
 assert optimised
 
 

@@ -11,7 +11,8 @@ import gradflow as gf
 from gradflow import _checks
 from lyapunov_cases import DRIFT, MEMORY, ly, optimised, slow_layers, within
 
-pytestmark = pytest.mark.usefixtures("optimised")
+# Mostly compilation, a minute or more in all: slow.
+pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
 assert optimised
 
 

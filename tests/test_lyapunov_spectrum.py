@@ -16,7 +16,8 @@ from lyapunov_cases import (
     within,
 )
 
-pytestmark = pytest.mark.usefixtures("optimised")
+# Mostly compilation, a minute or more in all: slow.
+pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
 assert optimised
 CASES = sampled_cases()
 

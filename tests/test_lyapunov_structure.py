@@ -11,7 +11,8 @@ import gradflow as gf
 from gradflow.lyapunov import effect
 from lyapunov_cases import block_triangular, ly, optimised, positive_pair, rotation, two_point
 
-pytestmark = pytest.mark.usefixtures("optimised")
+# Mostly compilation, a minute or more in all: slow.
+pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
 assert optimised
 
 
