@@ -197,9 +197,9 @@ def ensemble(
     seconds = time.perf_counter() - started
     targets = flow.target_strengths()
     config = _configuration(flow, first, t0, t1, save, method, stop_gradient_norm)
+    result["targets"] = None if targets is None else jnp.tile(targets, (count, 1))
     return Trajectory(
         **result,
-        targets=None if targets is None else jnp.tile(targets, (count, 1)),
         seconds=jnp.full(count, seconds, dtype),
         solver=name,
         reason=reason,

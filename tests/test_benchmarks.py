@@ -97,8 +97,9 @@ def precision() -> xr.Dataset:
 
 def test_errors_fall_with_the_tolerance_and_a_broken_solver_only_leaves_a_note():
     data = precision()
-    # SciPy's order 8 at a tenth of the accuracy of the reference, 1e-8 per step.
-    assert data["reference_gap"].item() < 1e-6
+    # SciPy's order 8 at a tenth of the accuracy of the reference, 1e-8 per step, enlarged by the
+    # way out of the plateau.
+    assert data["reference_gap"].item() < 1e-5
     error = data["error"].sel(problem="B1")
     for name in data["solver"].values:
         broken = name == "SciPy None"

@@ -35,7 +35,9 @@ def scattered(size: int, dtype: Any, which: int = 0) -> Float[Array, " size"]:
 
     Without trigonometric functions, which would take longer than a step that evaluates them anew.
     """
-    multiples = (np.sqrt(2.0) + which * np.sqrt(3.0)) * jnp.arange(1, size + 1, dtype=dtype) ** 2
+    multiples = (
+        float(np.sqrt(2.0) + which * np.sqrt(3.0)) * jnp.arange(1, size + 1, dtype=dtype) ** 2
+    )
     return multiples - jnp.floor(multiples) - 0.5
 
 
