@@ -188,7 +188,9 @@ def figure(data: xr.Dataset) -> Figure:
         )
     found = ratios(data)[LOOP]
     for x, y, ratio in zip(d, data["rate"].sel(row=OURS).values, found, strict=True):
-        ax.annotate(f"× {ratio:.3g}", (x, y), xytext=(6, 6), textcoords="offset points")
+        ax.annotate(
+            f"× {ratio:.3g}", (x, y), xytext=(0, 9), textcoords="offset points", ha="center"
+        )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(d, [str(x) for x in d])
