@@ -49,6 +49,7 @@ NAMES = [
     "lambda_balanced",
     "loss_surface",
     "losses_beyond_quadratic",
+    "negative_eigenvalues",
     "random_starts",
     "readout_contraction",
     "regimes",

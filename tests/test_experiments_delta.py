@@ -12,6 +12,7 @@ from experiments import (
     delta_modulation,
     delta_spectrum,
     depth_flow,
+    negative_eigenvalues,
     readout_contraction,
     shortcut_gallery,
 )
@@ -117,3 +118,56 @@ def test_rotations_keep_the_signal_and_delta_blocks_its_size():
     )
     assert bool(np.isfinite(data["gradient"]).all())
     shown(shortcut_gallery, data)
+
+
+SMALL = negative_eigenvalues.Config(
+    eigenvalues=(1.5, -1.0),
+    depth=4,
+    perturbations=(0.0, 0.3),
+    seeds=2,
+    depths=(1, 4),
+    spreads=(0.0, 1.0),
+    t1=60.0,
+    aligned_t1=60.0,
+    points=21,
+)
+
+
+def test_residual_networks_stay_at_the_saddle_that_delta_networks_leave():
+    data = negative_eigenvalues.compute(SMALL)
+    last = data["loss"].isel(time=-1)
+    saddle = data.attrs["saddle"]
+    assert saddle == pytest.approx(0.5)
+    # The exact start shrinks the layers together: ½(1 + u⁴)² with u̇ = −u³(1 + u⁴), to 1/t.
+    exact = last.sel(kind="residual, 0").values
+    np.testing.assert_allclose(exact, saddle, atol=1e-3)
+    assert (exact > saddle).all()
+    assert (last.sel(kind="delta").values < 1e-3).all()
+    # The rotation nearest to diag(3/2, −1) keeps one of the two signs wrong.
+    np.testing.assert_allclose(last.sel(kind="orthogonal"), 0.5 * (0.5**2 + 2.0**2), atol=1e-6)
+    # A negative determinant needs an odd number of layers that turn.
+    assert (negative_eigenvalues.negative_layers(data).values % 2 == 1).all()
+    np.testing.assert_allclose(data["reached"].sel(depth=1), data["reach"].sel(depth=1), atol=1e-4)
+    assert (data["reached"].sel(depth=4).values < 1e-3).all()
+    aligned = data["aligned"].isel(start=0)
+    assert (aligned.sel(spread=0.0).values > 0.9 * saddle).all()
+    assert (aligned.sel(spread=1.0).values < 1e-3).all()
+    shown(negative_eigenvalues, data)
+
+
+def test_targets_have_the_eigenvalues_that_their_names_say():
+    d = len(negative_eigenvalues.Config().eigenvalues)
+    for name, expected in (("signs", [2, 1.5, 1, -1]), ("rotation", [1, 1, -1, -1])):
+        T = negative_eigenvalues.target(negative_eigenvalues.Config(target=name))
+        np.testing.assert_allclose(np.linalg.eigvalsh(T)[::-1], expected, atol=1e-15)
+    T = negative_eigenvalues.target(negative_eigenvalues.Config(target="symmetric"))
+    np.testing.assert_array_equal(T, T.T)
+    assert T.shape == (d, d)
+    assert np.linalg.norm(T, 2) == pytest.approx(2)
+    assert negative_eigenvalues.saddle(T) > 0
+    with pytest.raises(ValueError, match="target: 'other', must be one of signs"):
+        negative_eigenvalues.target(negative_eigenvalues.Config(target="other"))
+    with pytest.raises(ValueError, match="needs 2 eigenvalues"):
+        negative_eigenvalues.target(
+            negative_eigenvalues.Config(target="rotation", eigenvalues=(1.0,))
+        )
