@@ -26,6 +26,7 @@ from experiments import (
 from experiments.__main__ import main
 
 NAMES = [
+    "activation_gallery",
     "adjacency_view",
     "balanced_modes",
     "broken_laws",

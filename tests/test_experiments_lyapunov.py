@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 import gradflow as gf
 from experiments import (
+    activation_gallery,
     convergence,
     delta_exponents,
     filtration,
@@ -256,3 +257,87 @@ def test_a_line_that_all_keep_has_a_measure_of_its_own():
     assert stationary_measures.summary(data).count("NOT unique") == 1
     figure = drawn(stationary_measures, data)
     assert [len(ax.lines) for ax in figure.axes] == [0, 0, 0, 2]
+
+
+@functools.cache
+def gallery():
+    config = activation_gallery.Config(
+        dimension=4, scales=5, edge_scales=4, refined=2, points=17, steps=150, chains=48
+    )
+    return activation_gallery.compute(config)
+
+
+def test_orbits_of_small_tanh_layers_vanish_and_leave_the_exponent_at_zero():
+    off = activation_gallery.vanishing(gallery())["deviation"]
+    assert np.isfinite(off).sum("sigma").values.tolist() == [3, 0, 2]
+    assert float(abs(off).max()) < 4
+    assert float(gallery()["standard_error"].max()) < 0.03
+
+
+def test_narrow_tanh_layers_have_no_edge_of_chaos_where_wide_ones_have():
+    data = gallery()
+    first, _ = activation_gallery.crossing(data["fine_edge"].values, data["edge_at_zero"].values)
+    # Newman's closed form is 0 at σ = √d exp(−½(log 2 + ψ(d/2))), ψ(2) = 1 − 0.5772….
+    assert first == pytest.approx(2 * np.exp(-0.5 * (np.log(2) + 1 - np.euler_gamma)), abs=1e-4)
+    # Of wide ones χ_1 = 1 at σ = 1, which is seen the more sharply the deeper they are.
+    deep = activation_gallery.Config(steps=2000)
+    below, above = activation_gallery.mean_field(deep, "tanh", "none", np.array([0.98, 1.02]))
+    assert below == pytest.approx(np.log(0.98), abs=1e-3)
+    assert 0 < above < 0.01
+    later = data.sel(edge_sigma=data["edge_sigma"] > first)
+    assert later.sizes["edge_sigma"] >= 2
+    assert np.all(later["edge_exponent"] < -4 * later["edge_error"])
+
+
+def test_grown_states_of_smooth_relu_layers_know_two_slopes_only():
+    data = gallery()
+    one = data.sel(activation="smooth ReLU", shortcut="none").isel(sigma=-1)
+    exact = one["at_infinity"].values[-1]
+    # By simulation of numbers, not of matrices.
+    g = np.random.default_rng(0).standard_normal((400_000, 4))
+    g = np.where(g > 0, g, data.attrs["leak"] * g)
+    drawn_by_hand = np.log(2 * np.linalg.norm(g, axis=1))  # σ/√d = 2
+    assert exact == pytest.approx(drawn_by_hand.mean(), abs=0.005)
+    assert abs(float(one["exponent"]) - exact) < 4 * float(one["standard_error"])
+
+
+def test_layers_of_slope_one_are_linear_with_and_without_shortcuts():
+    config = activation_gallery.Config(dimension=4, steps=150, chains=48, leak=1.0, beta=0.7)
+    sigma = np.array([0.5, 2.0])
+    for seed, shortcut in enumerate(activation_gallery.SHORTCUTS):
+        known = activation_gallery.at_zero(config, "smooth ReLU", shortcut, sigma)
+        for s, value in zip(sigma, known, strict=True):
+            run = activation_gallery.sample(config, seed, "smooth ReLU", shortcut, s)
+            assert abs(float(run.exponents[0]) - value) < 4 * float(run.standard_error[0])
+    # Mean fields of infinitely wide linear layers.
+    wide = activation_gallery.Config(dimension=10**9, leak=1.0)
+    for shortcut, value in (("none", np.log(sigma)), ("residual", 0.5 * np.log1p(sigma**2))):
+        found = activation_gallery.mean_field(wide, "smooth ReLU", shortcut, sigma)
+        np.testing.assert_allclose(found, value, atol=1e-6)
+
+
+def test_one_program_has_the_law_of_layers_with_shortcuts_of_the_library():
+    config = activation_gallery.Config(dimension=4, steps=150, chains=48)
+    plain = activation_gallery.ensemble(config, "tanh", "none", 1.0)
+    for seed, (shortcut, wrapped) in enumerate(
+        {"residual": gf.lyapunov.residual(plain), "delta": gf.lyapunov.delta(plain, 1.0)}.items()
+    ):
+        one = activation_gallery.sample(config, seed, "tanh", shortcut, 1.0)
+        other = gf.lyapunov.exponents(
+            seed + 7, wrapped, config.steps, 1, burn_in=config.burn_in, chains=config.chains
+        )
+        error = np.hypot(one.standard_error[0], other.standard_error[0])
+        assert abs(float(one.exponents[0] - other.exponents[0])) < 4 * error
+        assert error < 0.02
+
+
+def test_the_gallery_is_told_and_drawn_with_its_edges():
+    data = gallery()
+    text = activation_gallery.summary(data)
+    assert "γ₁ is positive nowhere that was sampled" in text
+    assert text.count("rises through 0") >= 2
+    figure = drawn(activation_gallery, data)
+    axes = figure.axes[:6]
+    for ax, where in zip(axes, data["zero"].values.ravel(), strict=True):
+        marks = [line for line in ax.lines if line.get_linestyle() == ":"]
+        assert [line.get_xdata()[0] for line in marks] == [where] * bool(np.isfinite(where))
