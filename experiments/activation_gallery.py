@@ -73,7 +73,7 @@ class Config:
     leak: float = 0.1
     # Depth of each product, and layers before it that do not count. States of smooth ReLU layers
     # grow exponentially: at σ = 4 they overflow after some 600 layers.
-    steps: int = 250
+    steps: int = 200
     burn_in: int = 50
     # Independent products.
     chains: int = 32
@@ -308,7 +308,7 @@ def mean_field(config: Config, activation: str, shortcut: str, sigma: np.ndarray
     once = keep * (1 - beta / config.dimension)
     twice = keep * (1 - beta * (2 - beta) / config.dimension)
     # Trapezoids that are fine near 0, where φ of large states has its kink.
-    t = np.linspace(-6.5, 6.5, 261)
+    t = np.linspace(-6.5, 6.5, 181)
     z = 0.02 * np.sinh(t)
     weight = np.gradient(t) * 0.02 * np.cosh(t) * np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
 

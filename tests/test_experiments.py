@@ -61,6 +61,7 @@ NAMES = [
     "signature_lattice",
     "stationary_measures",
     "strict_or_not",
+    "trained_jacobians",
     "two_layer_exact",
 ]
 

@@ -17,6 +17,7 @@ from experiments import (
     residual_effect,
     residual_threshold,
     stationary_measures,
+    trained_jacobians,
 )
 
 
@@ -341,3 +342,71 @@ def test_the_gallery_is_told_and_drawn_with_its_edges():
     for ax, where in zip(axes, data["zero"].values.ravel(), strict=True):
         marks = [line for line in ax.lines if line.get_linestyle() == ":"]
         assert [line.get_xdata()[0] for line in marks] == [where] * bool(np.isfinite(where))
+
+
+@functools.cache
+def trained():
+    config = trained_jacobians.Config(
+        strengths=(2.0, 1.0),
+        layers=5,
+        end=60.0,
+        saves=12,
+        sampled=3,
+        steps=150,
+        chains=64,
+        probes=512,
+    )
+    return trained_jacobians.compute(config)
+
+
+def test_training_takes_the_exponents_of_layers_in_order_to_those_of_the_target():
+    data = trained()
+    np.testing.assert_allclose(data["target"], np.log([2, 1]) / 5)
+    assert np.all(data["loss"][:, -1] < 1e-12)
+    end = data["in_order"].isel(time=-1)
+    np.testing.assert_allclose(end, np.tile(data["target"], (3, 1)), atol=1e-6)
+    # They were elsewhere.
+    assert np.all(abs(data["in_order"].isel(time=0) - data["target"]).max("k") > 0.05)
+
+
+def test_shuffled_layers_keep_the_sum_of_the_exponents_only():
+    data = trained()
+    in_order = data["in_order"].sel(time=data["sampled_time"].values)
+    off = data["shuffled"].sum("k").values - in_order.sum("k").values
+    assert np.all(abs(off) < 4 * data["shuffled_error"].sum("k") + 1e-12)
+    # Not each exponent.
+    single = (data["shuffled"].values - in_order.values) / data["shuffled_error"].values
+    assert abs(single).max() > 10
+
+
+def test_gradients_of_trained_layers_are_those_of_the_target():
+    data = trained()
+    u = np.random.default_rng(0).standard_normal((2, 400_000))
+    u /= np.linalg.norm(u, axis=0)
+    by_hand = np.log(np.hypot(2 * u[0], u[1]))
+    assert float(data["target_gradient"]) == pytest.approx(by_hand.mean(), abs=2e-3)
+    end = data.sel(moment="end", layer=0)
+    off = abs(end["log_norm"] - data["target_gradient"])
+    assert np.all(off < 4 * end["spread"] / np.sqrt(data.attrs["probes"]))
+
+
+def test_gradients_of_untrained_layers_are_as_far_from_the_prediction_as_shuffled_ones():
+    data = trained()
+    assert np.all(abs(trained_jacobians.deviation(data).sel(moment="start")) < 3)
+    # The prediction is made from shuffled layers.
+    for moment, i in (("start", 0), ("end", -1)):
+        one = data.sel(moment=moment)
+        off = one["predicted_rate"] - data["shuffled"][:, i, 0]
+        error = np.hypot(one["predicted_error"], data["shuffled_error"][:, i, 0])
+        assert np.all(abs(off) < 4 * error)
+
+
+def test_trained_layers_are_told_and_drawn():
+    text = trained_jacobians.summary(trained())
+    assert text.count("all modes learnt") == 3
+    figure = drawn(trained_jacobians, trained())
+    for ax, kind in zip(figure.axes[:3], trained()["kind"].values, strict=True):
+        assert ax.get_title() == f"{kind}: all modes learnt"
+    # The star lies at the end of the line of the trained network.
+    for ax in figure.axes[3:]:
+        assert ax.lines[-1].get_ydata()[0] == pytest.approx(ax.lines[-2].get_ydata()[0], abs=0.1)
