@@ -17,7 +17,8 @@ and in narrow layers never.
 Smooth ReLU without shortcut. φ(0) > 0 keeps orbits away from 0. Those of large weights grow until
 only the two slopes of φ matter. Then ``|Jv|/|v|`` has one law for all directions v, because the
 sign of an entry of Wx says nothing of the size of one of Wv, and γ₁ is a mean of closed forms over
-the number of positive entries.
+the number of positive entries. Just above its zero some hundred layers do not yet let states grow,
+which makes the sampled zero a little larger.
 
 The lines of wide layers follow the mean field of x, of a tangent v and of their overlap through as
 many layers as were sampled, with what a delta shortcut takes away, 1/d of the squares, kept in.
