@@ -17,8 +17,8 @@ and in narrow layers, such as d = 8, nowhere up to σ = 4.
 Smooth ReLU without shortcut. φ(0) > 0 keeps orbits away from 0. Those of large weights grow until
 only the two slopes of φ matter. Then ``|Jv|/|v|`` has one law for all directions v, because the
 sign of an entry of Wx says nothing of the size of one of Wv, and γ₁ is a mean of closed forms over
-the number of positive entries. Below its zero states stay where φ is smooth and γ₁ is smaller than
-that: a kink, at which straight lines between samples find a zero a little too large.
+the number of positive entries. Near its zero states take thousands of layers to grow, and the zero
+that is sampled through fewer is a little too large.
 
 The lines of wide layers follow the mean field of x, of a tangent v and of their overlap through as
 many layers as were sampled, with what a delta shortcut takes away, 1/d of the squares, kept in.
