@@ -123,7 +123,7 @@ def figure(data: xr.Dataset) -> Figure:
     finite = data["fine_closed_form"].values[np.isfinite(data["fine_closed_form"].values)]
     low = max(-2.0, float(finite.min()))
     left.set_ylim(low, float(finite.max()) + 0.1)
-    left.set_ylabel("exponent per layer")
+    left.set_ylabel("exponents γ_k per layer")
     left.set_title("markers: sampled, lines: closed form")
     left.legend(handles=handles, loc="lower left", ncols=2)
     sums = data["exponent"].sum("k").values
@@ -157,6 +157,16 @@ def figure(data: xr.Dataset) -> Figure:
                     fontsize=9,
                     bbox={"fc": "white", "ec": "none", "pad": 1},
                 )
+        if fine[0] < 1 < fine[-1]:
+            what = f"γ_{data.sizes['k']}" if ax is left else "sum"
+            ax.annotate(
+                f"{what} = −∞ at β = 1",
+                (1, ax.get_ylim()[0]),
+                xytext=(20, 8),
+                textcoords="offset points",
+                color="0.4",
+                fontsize=9,
+            )
         ax.set_xlim(fine[0], fine[-1])
         ax.set_xlabel("β of the delta operator I − β k kᵀ")
     fig.suptitle(

@@ -150,7 +150,7 @@ def figure(data: xr.Dataset) -> Figure:
     labels = {
         "outside": "start outside the subspace",
         "inside": "start inside it",
-        "almost inside": f"start {data.attrs['distance']:g} outside it",
+        "almost inside": f"start at a distance of {data.attrs['distance']:g} from it",
     }
     for name, colour in zip(data["start"].values, colours, strict=True):
         ax.plot(depth, data["growth"].sel(start=name), color=colour, label=labels[str(name)])
@@ -158,7 +158,7 @@ def figure(data: xr.Dataset) -> Figure:
     for i, (rate, text) in enumerate(zip(rates, data["level_dimension"].values, strict=True)):
         style = ("--", (0, (1, 2)), "-.")[i % 3]
         where = "whole space" if i == 0 else f"invariant subspace, dimension {text}"
-        label = f"{where}: {rate:.3f} × depth"
+        label = f"{where}: {rate:.3f} × depth".replace("-", "−")
         ax.plot(depth, rate * depth, color="black", ls=style, lw=1.3, label=label)
     turn = overtaking(data)
     if turn < depth[-1]:

@@ -128,7 +128,7 @@ def figure(data: xr.Dataset) -> Figure:
     right.set_ylim(-highest, highest)
     right.annotate("95 %", (0.99, 1.96), ha="right", va="top", color="0.4")
     right.set_ylabel("sampled − closed form (standard errors)")
-    right.set_title("what is left")
+    right.set_title("sampled less closed form")
     for ax in (left, right):
         ax.set_xlim(0, 1)
         ax.set_xlabel("position in the spectrum, (k − ½)/d")

@@ -143,7 +143,8 @@ def figure(data: xr.Dataset) -> Figure:
     right.legend(loc="upper right")
     for ax in (left, right):
         ax.set_xscale("log")
-        ax.set_xlim(widths[0], widths[-1])
+        # Room for the marker at the smallest width.
+        ax.set_xlim(0.9 * widths[0], widths[-1])
         ax.set_xlabel("width d of the layers")
     fig.suptitle("How large random weights may be before a residual connection does harm")
     return fig

@@ -26,6 +26,7 @@ from experiments import (
 from experiments.__main__ import main
 
 NAMES = [
+    "activation_gallery",
     "adjacency_view",
     "balanced_modes",
     "broken_laws",
@@ -61,6 +62,7 @@ NAMES = [
     "signature_lattice",
     "stationary_measures",
     "strict_or_not",
+    "trained_jacobians",
     "two_layer_exact",
 ]
 

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 import gradflow as gf
 from experiments import (
+    activation_gallery,
     convergence,
     delta_exponents,
     filtration,
@@ -16,6 +17,7 @@ from experiments import (
     residual_effect,
     residual_threshold,
     stationary_measures,
+    trained_jacobians,
 )
 
 
@@ -256,3 +258,155 @@ def test_a_line_that_all_keep_has_a_measure_of_its_own():
     assert stationary_measures.summary(data).count("NOT unique") == 1
     figure = drawn(stationary_measures, data)
     assert [len(ax.lines) for ax in figure.axes] == [0, 0, 0, 2]
+
+
+@functools.cache
+def gallery():
+    config = activation_gallery.Config(
+        dimension=4, scales=5, edge_scales=4, refined=2, points=17, steps=150, chains=48
+    )
+    return activation_gallery.compute(config)
+
+
+def test_orbits_of_small_tanh_layers_vanish_and_leave_the_exponent_at_zero():
+    off = activation_gallery.vanishing(gallery())["deviation"]
+    assert np.isfinite(off).sum("sigma").values.tolist() == [3, 0, 2]
+    assert float(abs(off).max()) < 4
+    assert float(gallery()["standard_error"].max()) < 0.03
+
+
+def test_narrow_tanh_layers_have_no_edge_of_chaos_where_wide_ones_have():
+    data = gallery()
+    first, _ = activation_gallery.crossing(data["fine_edge"].values, data["edge_at_zero"].values)
+    # Newman's closed form is 0 at σ = √d exp(−½(log 2 + ψ(d/2))), ψ(2) = 1 − 0.5772….
+    assert first == pytest.approx(2 * np.exp(-0.5 * (np.log(2) + 1 - np.euler_gamma)), abs=1e-4)
+    # Of wide ones χ_1 = 1 at σ = 1, which is seen the more sharply the deeper they are.
+    deep = activation_gallery.Config(steps=2000)
+    below, above = activation_gallery.mean_field(deep, "tanh", "none", np.array([0.98, 1.02]))
+    assert below == pytest.approx(np.log(0.98), abs=1e-3)
+    assert 0 < above < 0.01
+    later = data.sel(edge_sigma=data["edge_sigma"] > first)
+    assert later.sizes["edge_sigma"] >= 2
+    assert np.all(later["edge_exponent"] < -4 * later["edge_error"])
+
+
+def test_grown_states_of_smooth_relu_layers_know_two_slopes_only():
+    data = gallery()
+    one = data.sel(activation="smooth ReLU", shortcut="none").isel(sigma=-1)
+    exact = one["at_infinity"].values[-1]
+    # By simulation of numbers, not of matrices.
+    g = np.random.default_rng(0).standard_normal((400_000, 4))
+    g = np.where(g > 0, g, data.attrs["leak"] * g)
+    drawn_by_hand = np.log(2 * np.linalg.norm(g, axis=1))  # σ/√d = 2
+    assert exact == pytest.approx(drawn_by_hand.mean(), abs=0.005)
+    assert abs(float(one["exponent"]) - exact) < 4 * float(one["standard_error"])
+
+
+def test_layers_of_slope_one_are_linear_with_and_without_shortcuts():
+    config = activation_gallery.Config(dimension=4, steps=150, chains=48, leak=1.0, beta=0.7)
+    sigma = np.array([0.5, 2.0])
+    for seed, shortcut in enumerate(activation_gallery.SHORTCUTS):
+        known = activation_gallery.at_zero(config, "smooth ReLU", shortcut, sigma)
+        for s, value in zip(sigma, known, strict=True):
+            run = activation_gallery.sample(config, seed, "smooth ReLU", shortcut, s)
+            assert abs(float(run.exponents[0]) - value) < 4 * float(run.standard_error[0])
+    # Mean fields of infinitely wide linear layers.
+    wide = activation_gallery.Config(dimension=10**9, leak=1.0)
+    for shortcut, value in (("none", np.log(sigma)), ("residual", 0.5 * np.log1p(sigma**2))):
+        found = activation_gallery.mean_field(wide, "smooth ReLU", shortcut, sigma)
+        np.testing.assert_allclose(found, value, atol=1e-6)
+
+
+def test_one_program_has_the_law_of_layers_with_shortcuts_of_the_library():
+    config = activation_gallery.Config(dimension=4, steps=150, chains=48)
+    plain = activation_gallery.ensemble(config, "tanh", "none", 1.0)
+    for seed, (shortcut, wrapped) in enumerate(
+        {"residual": gf.lyapunov.residual(plain), "delta": gf.lyapunov.delta(plain, 1.0)}.items()
+    ):
+        one = activation_gallery.sample(config, seed, "tanh", shortcut, 1.0)
+        other = gf.lyapunov.exponents(
+            seed + 7, wrapped, config.steps, 1, burn_in=config.burn_in, chains=config.chains
+        )
+        error = np.hypot(one.standard_error[0], other.standard_error[0])
+        assert abs(float(one.exponents[0] - other.exponents[0])) < 4 * error
+        assert error < 0.02
+
+
+def test_the_gallery_is_told_and_drawn_with_its_edges():
+    data = gallery()
+    text = activation_gallery.summary(data)
+    assert "γ₁ is positive nowhere that was sampled" in text
+    assert text.count("rises through 0") >= 2
+    figure = drawn(activation_gallery, data)
+    axes = figure.axes[:6]
+    for ax, where in zip(axes, data["zero"].values.ravel(), strict=True):
+        marks = [line for line in ax.lines if line.get_linestyle() == ":"]
+        assert [line.get_xdata()[0] for line in marks] == [where] * bool(np.isfinite(where))
+
+
+@functools.cache
+def trained():
+    config = trained_jacobians.Config(
+        strengths=(2.0, 1.0),
+        layers=5,
+        end=60.0,
+        saves=12,
+        sampled=3,
+        steps=150,
+        chains=64,
+        probes=512,
+    )
+    return trained_jacobians.compute(config)
+
+
+def test_training_takes_the_exponents_of_layers_in_order_to_those_of_the_target():
+    data = trained()
+    np.testing.assert_allclose(data["target"], np.log([2, 1]) / 5)
+    assert np.all(data["loss"][:, -1] < 1e-12)
+    end = data["in_order"].isel(time=-1)
+    np.testing.assert_allclose(end, np.tile(data["target"], (3, 1)), atol=1e-6)
+    # They were elsewhere.
+    assert np.all(abs(data["in_order"].isel(time=0) - data["target"]).max("k") > 0.05)
+
+
+def test_shuffled_layers_keep_the_sum_of_the_exponents_only():
+    data = trained()
+    in_order = data["in_order"].sel(time=data["sampled_time"].values)
+    off = data["shuffled"].sum("k").values - in_order.sum("k").values
+    assert np.all(abs(off) < 4 * data["shuffled_error"].sum("k") + 1e-12)
+    # Not each exponent.
+    single = (data["shuffled"].values - in_order.values) / data["shuffled_error"].values
+    assert abs(single).max() > 10
+
+
+def test_gradients_of_trained_layers_are_those_of_the_target():
+    data = trained()
+    u = np.random.default_rng(0).standard_normal((2, 400_000))
+    u /= np.linalg.norm(u, axis=0)
+    by_hand = np.log(np.hypot(2 * u[0], u[1]))
+    assert float(data["target_gradient"]) == pytest.approx(by_hand.mean(), abs=2e-3)
+    end = data.sel(moment="end", layer=0)
+    off = abs(end["log_norm"] - data["target_gradient"])
+    assert np.all(off < 4 * end["spread"] / np.sqrt(data.attrs["probes"]))
+
+
+def test_gradients_of_untrained_layers_are_as_far_from_the_prediction_as_shuffled_ones():
+    data = trained()
+    assert np.all(abs(trained_jacobians.deviation(data).sel(moment="start")) < 3)
+    # The prediction is made from shuffled layers.
+    for moment, i in (("start", 0), ("end", -1)):
+        one = data.sel(moment=moment)
+        off = one["predicted_rate"] - data["shuffled"][:, i, 0]
+        error = np.hypot(one["predicted_error"], data["shuffled_error"][:, i, 0])
+        assert np.all(abs(off) < 4 * error)
+
+
+def test_trained_layers_are_told_and_drawn():
+    text = trained_jacobians.summary(trained())
+    assert text.count("all modes learnt") == 3
+    figure = drawn(trained_jacobians, trained())
+    for ax, kind in zip(figure.axes[:3], trained()["kind"].values, strict=True):
+        assert ax.get_title() == f"{kind}: all modes learnt"
+    # The star lies at the end of the line of the trained network.
+    for ax in figure.axes[3:]:
+        assert ax.lines[-1].get_ydata()[0] == pytest.approx(ax.lines[-2].get_ydata()[0], abs=0.1)

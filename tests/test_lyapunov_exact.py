@@ -339,6 +339,21 @@ def test_operators_are_stochastic_and_their_measure_is_stationary(operator):
     assert found.mass[found.angles > np.pi / 2 + 0.02].sum() < 1e-12
 
 
+def test_linear_operator_has_a_jagged_density_and_integrals_of_a_smooth_one():
+    # Rotations by equal steps spread any line evenly: the density is 1/π up to terms that fall
+    # faster than any power of their number, and γ_1 is log((s_1 + s_2)/2).
+    turns = [rotation(np.pi * j / 40) @ np.diag([2.0, 0.5]) for j in range(40)]
+    for n in (200, 800):
+        jagged = ly.stationary_measure(ly.Finite(turns), n)
+        smooth = ly.stationary_measure(ly.Finite(turns), n, operator="ulam")
+        assert 0.02 < np.abs(np.pi * jagged.density - 1).max() < 0.2
+        np.testing.assert_allclose(np.pi * smooth.density, 1, atol=1e-6)
+        assert jagged.exponent == pytest.approx(np.log(1.25), abs=1e-6)
+        # Sums over some nodes are far better than single ones.
+        sums = jagged.mass.reshape(20, -1).sum(axis=1) * 20
+        assert np.abs(sums - 1).max() < 0.01
+
+
 def test_large_operators_are_solved_sparsely_with_the_same_result():
     coarse = ly.stationary_measure(positive_pair(), 1400)
     fine = ly.stationary_measure(positive_pair(), 2800)

@@ -145,6 +145,31 @@ def test_exponents_differentiate_with_respect_to_parameters():
     np.testing.assert_allclose(jax.jacfwd(top)(2.0), 0.5, atol=1e-10)
 
 
+def scaled(scale, key):
+    return scale * jax.random.normal(key, (2, 2))
+
+
+def test_exponents_of_layers_differentiate_by_numbers_in_the_law_of_their_parameters():
+    def top(scale):
+        layers = ly.Layers(tanh_layer, jax.tree_util.Partial(scaled, scale), np.zeros(2))
+        return ly.exponents(0, layers, 20, 1, chains=8, burn_in=0).exponents[0]
+
+    # At x = 0 the Jacobians are the weights, and γ_1 is log σ plus a number.
+    np.testing.assert_allclose(jax.jacfwd(top)(0.5), 2.0, atol=1e-8)
+    found = jax.vmap(top)(jnp.array([0.5, 1.0]))
+    np.testing.assert_allclose(jnp.diff(found), np.log(2.0), atol=1e-10)
+
+
+def test_a_plain_function_that_draws_parameters_is_part_of_the_program():
+    before = len(traces)
+    for sample in (lambda key: 0.5 * jnp.eye(2), lambda key: 0.25 * jnp.eye(2)):
+        layers = ly.Layers(counted_layer, sample, np.ones(2))
+        assert layers.sample_parameters is sample
+        run = ly.exponents(0, layers, 20, 1, chains=8)
+        np.testing.assert_allclose(run.exponents, np.log(sample(0)[0, 0]), atol=1e-10)
+    assert len(traces) - before > 2
+
+
 @pytest.mark.parametrize("d", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_single_precision(d):
     with _checks.precision(False):

@@ -1,5 +1,8 @@
 """A program is traced once for its shapes; other numbers of the same shapes reuse it."""
 
+from typing import Any
+
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -103,3 +106,40 @@ def test_flow_through_jit_is_traced_once_for_all_starts():
     field = jax.jit(lambda net: flow.vector_field(0.0, net))
     assert new_traces(lambda: field(start())) == 1
     assert new_traces(lambda: field(start(seed=2))) == 0
+
+
+def counted_layer(W, x):
+    traces.append("layer")
+    return jax.numpy.tanh(W @ x)
+
+
+class Weights(eqx.Module):
+    """A law of parameters that holds numbers."""
+
+    scale: float
+    shift: Any
+    width: int = eqx.field(static=True)
+
+    def __call__(self, key):
+        return self.scale * jax.random.normal(key, (self.width, self.width)) + self.shift
+
+
+def scaled(scale, key):
+    return scale * jax.random.normal(key, (2, 2))
+
+
+def test_layers_with_other_numbers_in_the_law_of_their_parameters_use_the_same_program():
+    def exponent(sample):
+        layers = gf.lyapunov.Layers(counted_layer, sample, np.ones(2))
+        return float(gf.lyapunov.exponents(0, layers, 40, 1, chains=8, burn_in=100).exponents[0])
+
+    found = []
+    first = new_traces(lambda: found.append(exponent(Weights(0.3, np.zeros((2, 2)), 2))))
+    assert first > 0
+    assert new_traces(lambda: found.append(exponent(Weights(0.6, np.zeros((2, 2)), 2)))) == 0
+    # Where orbits vanish the exponent is that of the weights: the new number has arrived.
+    assert found[1] - found[0] == pytest.approx(np.log(2), abs=1e-6)
+    # As data of a partial function too.
+    partial = [jax.tree_util.Partial(scaled, s) for s in (0.3, 0.6)]
+    assert new_traces(lambda: exponent(partial[0])) > 0
+    assert new_traces(lambda: exponent(partial[1])) == 0

@@ -7,6 +7,7 @@ matrix is drawn; :class:`Layers` and :class:`Cyclic` also remember where they ar
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -610,7 +611,10 @@ class Layers(AbstractEnsemble):
             named ``x``; returns an array like ``x``. Pass the same function object again to avoid
             compiling again.
         sample_parameters: ``sample_parameters(key)`` returns the parameters of one layer, any
-            pytree of arrays.
+            pytree of arrays. A function is part of the program, as f is. A callable pytree, such as
+            an :class:`equinox.Module` with ``__call__`` or a :class:`jax.tree_util.Partial`, holds
+            data: with other arrays and floats of the same shapes nothing is compiled again, and
+            exponents can be mapped over them or differentiated by them.
         x0: start of the orbit, shape ``(d,)``.
         limit: x_∞, shape ``(d,)``: where given, all Jacobians are taken there, which is what the
             exponents are along an orbit that converges to it.
@@ -622,7 +626,10 @@ class Layers(AbstractEnsemble):
 
     independent: ClassVar[bool] = False
     f: Callable = eqx.field(static=True)
-    sample_parameters: Callable = eqx.field(static=True)
+    # The leaves of sample_parameters: what is data, None elsewhere; and the rest, None where data.
+    sample_data: tuple[Array | None, ...]
+    sample_rest: tuple[Any, ...] = eqx.field(static=True)
+    sample_structure: Any = eqx.field(static=True)
     x0: Array
     limit: Array | None
     # What is added to f: nothing, x itself, or (I − β k kᵀ) x.
@@ -641,9 +648,17 @@ class Layers(AbstractEnsemble):
         for name, function in (("f", f), ("sample_parameters", sample_parameters)):
             if not callable(function):
                 raise ArgumentError(name, _checks.describe(function), "it must be a function")
-        self.f, self.sample_parameters = f, sample_parameters
+        self.f = f
         self.swapped = _first_argument(f) == "x"
         dtype = jnp.zeros(()).dtype
+        leaves, self.sample_structure = jax.tree.flatten(sample_parameters)
+        # Never weakly typed, which would be another program.
+        leaves = [jnp.asarray(x, dtype) if isinstance(x, float) else x for x in leaves]
+        data = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+        self.sample_data = tuple(
+            jnp.asarray(x) if yes else None for x, yes in zip(leaves, data, strict=True)
+        )
+        self.sample_rest = tuple(None if yes else x for x, yes in zip(leaves, data, strict=True))
         self.x0 = _checks.real_array("x0", x0, ndim=1).astype(dtype)
         self.limit = self.beta = self.direction = None
         if limit is not None:
@@ -653,8 +668,11 @@ class Layers(AbstractEnsemble):
                     "limit", f"shape {self.limit.shape}", f"it must be like x0, {self.x0.shape}"
                 )
         try:
-            found = jax.eval_shape(
-                lambda k: self._plain(sample_parameters(k), self.x0), jax.random.key(0)
+            found = _image.eval_shape(
+                (f, self.swapped, self.sample_structure, self.sample_rest),
+                self.sample_data,
+                self.x0,
+                jax.random.key(0),
             )
         except (TypeError, ValueError) as error:
             raise ArgumentError(
@@ -667,13 +685,14 @@ class Layers(AbstractEnsemble):
                 f"it must return an array like x0, shape {self.x0.shape}: its Jacobian is square",
             )
 
-    def _plain(self, parameters: PyTree, x: Any) -> Array:
-        x = jnp.asarray(x)
-        return self.f(x, parameters) if self.swapped else self.f(parameters, x)
+    @property
+    def sample_parameters(self) -> Callable[[Array], PyTree]:
+        """The function that draws the parameters of one layer."""
+        return _rejoined(self.sample_structure, self.sample_rest, self.sample_data)
 
     def layer(self, parameters: PyTree, k: Array | None, x: Array) -> Array:
         """One layer, with its shortcut if there is one."""
-        y = self._plain(parameters, x)
+        y = _applied(self.f, self.swapped, parameters, x)
         if self.beta is None:
             return y
         assert k is not None
@@ -708,6 +727,23 @@ class Layers(AbstractEnsemble):
         key, steps = _checks.random_key("key", key), _checks.whole_number("steps", steps, 1)
         free = eqx.tree_at(lambda e: e.limit, self, None, is_leaf=lambda leaf: leaf is None)
         return jnp.concatenate([self.x0[None], _orbit(free, key, steps)])
+
+
+def _rejoined(structure: Any, rest: tuple[Any, ...], data: tuple[Array | None, ...]) -> Any:
+    leaves = [r if x is None else x for x, r in zip(data, rest, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _applied(f: Callable, swapped: bool, parameters: PyTree, x: Any) -> Array:
+    x = jnp.asarray(x)
+    return f(x, parameters) if swapped else f(parameters, x)
+
+
+# Never run: a program, so that layers which differ in numbers only are traced once.
+@functools.partial(jax.jit, static_argnums=0)
+def _image(fixed: tuple, data: tuple[Array | None, ...], x0: Array, key: Array) -> Array:
+    f, swapped, structure, rest = fixed
+    return _applied(f, swapped, _rejoined(structure, rest, data)(key), x0)
 
 
 @eqx.filter_jit

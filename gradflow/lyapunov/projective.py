@@ -89,7 +89,9 @@ def stationary_measure(
 
     ``"linear"``: the image of a node is shared out to its two neighbours so that its angle is kept
     on average. Where the product contracts on average the error in γ_1 is of order 2 in the width
-    of the cells, if no matrix is singular. ``"ulam"``: cells instead of nodes, each mapped to those
+    of the cells, if no matrix is singular. Its density is jagged from node to node, by a few per
+    cent that do not shrink with the cells: take integrals or sums over several nodes of it, and for
+    a density to look at ``"ulam"``. ``"ulam"``: cells instead of nodes, each mapped to those
     that its image covers, with exact overlaps (Ulam 1960); order 1. Lines that all matrices keep
     are nodes of their own, so that measures that sit on them are told apart.
 
