@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ def assert_conserved(traj: Trajectory, atol: float) -> None:
             ``|C_i(t) − e^{−2λ(t−t_0)}C_i(t_0)|``).
 
     Raises:
-        AssertionError: naming the worst law, its drift, when, and the tolerance.
+        AssertionError: naming the worst law (``C_i``, or its number in the flow's ``conserved``),
+            its drift, when, and the tolerance.
     """
     atol = _checks.real_scalar("atol", atol, minimum=0)
     drifts = np.asarray(_trajectory(traj).recorded["law_drift"])
@@ -34,9 +36,12 @@ def assert_conserved(traj: Trajectory, atol: float) -> None:
         return
     worst = np.unravel_index(np.argmax(drifts), drifts.shape)
     if not drifts[worst] <= atol:
-        offending = [f"C_{i + 1}" for i in np.flatnonzero(~(drifts.max(axis=0) <= atol))]
+        # Other flows list blocks, entries, lengths: no C_i.
+        matrices = json.loads(traj.config)["flow"] in ("GradientFlow", "ResidualFlow")
+        name = "C_" if matrices else "number "
+        offending = [f"{name}{i + 1}" for i in np.flatnonzero(~(drifts.max(axis=0) <= atol))]
         raise AssertionError(
-            f"conservation law C_{worst[-1] + 1} drifted by {drifts[worst]:.3g} at "
+            f"conservation law {name}{worst[-1] + 1} drifted by {drifts[worst]:.3g} at "
             f"t = {float(traj.ts[worst[0]]):.6g}, tolerance {atol:.3g} "
             f"(laws beyond it: {', '.join(offending)}; solver {traj.solver})"
         )

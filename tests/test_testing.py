@@ -107,3 +107,11 @@ def test_one_layer_has_no_law_to_break():
     gf.testing.assert_conserved(traj, 0.0)
     assert traj["law_drift"].shape == (41, 0)
     np.testing.assert_array_equal(traj["drift"], 0)
+
+
+def test_laws_of_other_flows_are_named_by_their_number():
+    flow = gf.DeltaNetworkFlow(gf.Problem(np.diag([1.0, -1.0])))
+    net = gf.delta.DeltaNetwork.random(0, 2, 2, scale=0.3)
+    traj = gf.simulate(flow, net, 0.5, save=3, method=gf.Method(solver="explicit"))
+    with pytest.raises(AssertionError, match=r"law number [12] drifted by"):
+        gf.testing.assert_conserved(traj, atol=0)

@@ -73,8 +73,9 @@ class HessianOperator(eqx.Module):
     def __init__(self, problem: Problem, net: LinearNetwork):
         self.net = _chain.fitting(problem, net)
         self.problem = problem
-        # The transposed network where that has the narrow end at its input.
-        self.mirrored = net.widths[-1] < net.widths[0]
+        # The transposed network where that has the narrow end at its input, which two layers do
+        # not notice.
+        self.mirrored = net.depth > 2 and net.widths[-1] < net.widths[0]
         self.layers = self._turned(net.weights)
         prefixes = [self.layers[0]]
         for w in self.layers[1:]:
