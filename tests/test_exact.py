@@ -225,9 +225,10 @@ def _two_layer_runs():
                 yield widths, sign * float(rng.uniform(0.2, 1.5)), target
 
 
-def test_two_layer_agrees_with_integration_for_every_admissible_shape():
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_layer_agrees_with_integration_for_every_admissible_shape(step):
     times, count = np.array([0.0, 1e-3, 0.3, 2.0, 10.0, 30.0]), 0
-    for widths, lam, target in _two_layer_runs():
+    for widths, lam, target in itertools.islice(_two_layer_runs(), 0, None, step):
         problem = gf.Problem(target)
         start = gf.initialize.lambda_balanced(count, widths, 0.3, lam)
         traj = gf.simulate(gf.GradientFlow(problem), start, 30.0, save=times, method=TIGHT)
@@ -239,7 +240,7 @@ def test_two_layer_agrees_with_integration_for_every_admissible_shape():
         ):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9)
         count += 1
-    assert count >= 30
+    assert count * step >= 30
 
 
 def test_two_layer_with_one_hidden_unit_is_exact_from_every_start():
