@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 
 import gradflow as gf
 from cases import EPS, log_slope
@@ -432,3 +433,31 @@ def test_delta_network_with_a_tiny_direction_has_finite_map_and_gradient():
     rate = gf.DeltaNetworkFlow(gf.Problem(np.eye(2))).vector_field(0.0, net)
     for leaf in jax.tree.leaves((net.end_to_end(), rate)):
         assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-8, 0.3, 4.0, 1e3])
+def test_rotations_are_matrix_exponentials(size):
+    S = size * np.random.default_rng(17).standard_normal((5, 5))
+    turned = D.OrthogonalBlock(S)(np.eye(5))
+    tolerance = 1e-15 * (1 + 20 * size)
+    np.testing.assert_allclose(turned, scipy.linalg.expm(S - S.T), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(turned @ turned.T, np.eye(5), rtol=0, atol=tolerance)
+
+
+def test_rotations_beyond_the_reach_of_squaring_are_not_numbers():
+    S = 1e6 * np.random.default_rng(17).standard_normal((5, 5))
+    assert bool(jnp.isnan(D.OrthogonalBlock(S)(np.eye(5))).all())
+
+
+def test_gradient_of_a_rotation_is_that_of_the_exponential():
+    S, G = np.random.default_rng(18).standard_normal((2, 4, 4))
+
+    def by_series(S):
+        return jnp.sum(G * D.OrthogonalBlock(S)(jnp.eye(4)))
+
+    def by_pade(S):
+        return jnp.sum(G * jax.scipy.linalg.expm(S - S.T))
+
+    ours, theirs = jax.jit(jax.grad(by_series))(S), jax.jit(jax.grad(by_pade))(S)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    assert bool(jnp.isfinite(jax.jit(jax.grad(by_series))(jnp.zeros((4, 4)))).all())

@@ -15,7 +15,7 @@ import optimistix
 from jaxtyping import Array, ArrayLike, Float
 
 from gradflow import _checks
-from gradflow.delta.operators import GUARD, check_gates, gate, guarded, unit
+from gradflow.delta.operators import GUARD, check_gates, gate, guarded, rotation, unit
 from gradflow.errors import ArgumentError, ShapeError
 
 __all__ = [
@@ -356,7 +356,7 @@ class OrthogonalBlock(AbstractBlock):
         d = X.shape[0]
         if S.shape != (d, d):
             raise ShapeError("generator", f"shape {S.shape}", f"this state needs ({d}, {d})")
-        return jax.scipy.linalg.expm(S - S.T) @ X
+        return rotation(S) @ X
 
     def increment(self, X: Array) -> Array:
         return self(X) - X

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from gradflow import _checks
-from gradflow.delta.operators import gate, guarded
+from gradflow.delta.operators import gate, guarded, rotation
 from gradflow.errors import ArgumentError, ShapeError
 
 __all__ = [
@@ -279,8 +279,7 @@ class OrthogonalNetwork(AbstractLayers):
         self.generators = _squares("generators", generators)
 
     def matrices(self) -> Float[Array, "h d d"]:
-        S = self.generators
-        return jax.vmap(jax.scipy.linalg.expm)(S - S.swapaxes(-1, -2))
+        return jax.vmap(rotation)(self.generators)
 
 
 def _squares(name: str, value: Any) -> Array:
