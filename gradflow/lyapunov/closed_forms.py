@@ -20,7 +20,7 @@ from scipy.special import digamma, gammaln
 
 from gradflow import _checks
 from gradflow.errors import ArgumentError
-from gradflow.lyapunov import ensembles
+from gradflow.lyapunov import ensembles, shortcuts
 
 __all__ = [
     "closed_form",
@@ -370,7 +370,7 @@ def closed_form(ensemble: ensembles.AbstractEnsemble) -> np.ndarray | None:
         if any(part is None or np.isnan(part).any() for part in parts):
             return None
         return np.sort(np.concatenate([part for part in parts if part is not None]))[::-1]
-    if isinstance(ensemble, ensembles.Shortcut):
+    if isinstance(ensemble, shortcuts.Shortcut):
         return _shortcut(ensemble, partial)
     return None
 

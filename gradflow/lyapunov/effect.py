@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from gradflow import _checks
 from gradflow.errors import ArgumentError
-from gradflow.lyapunov import closed_forms, ensembles
+from gradflow.lyapunov import closed_forms, ensembles, shortcuts
 from gradflow.lyapunov.ensembles import AbstractEnsemble, check_ensemble
 from gradflow.lyapunov.spectrum import Spectrum, exponents
 
@@ -96,7 +96,7 @@ def residual_effect(
     check_ensemble("ensemble", ensemble)
     level = _checks.real_scalar("level", level, above=0, below=1)
     first, second = jax.random.split(_checks.random_key("key", key))
-    other = ensembles.residual(ensemble) if beta is None else ensembles.delta(ensemble, beta)
+    other = shortcuts.residual(ensemble) if beta is None else shortcuts.delta(ensemble, beta)
     options: dict[str, Any] = {"chains": chains, "error": error, "progress": progress}
     plain = exponents(first, ensemble, steps, k, **options)
     changed = exponents(second, other, steps, k, **options)
@@ -192,7 +192,7 @@ def phase_diagram(
     cells = [(a, b) for a in range(shape[0]) for b in range(shape[1])]
     for n, (a, b) in enumerate(tqdm(cells, desc="phase diagram", disable=not progress)):
         ensemble = make(ds[a], ss[b])
-        other = ensembles.residual(ensemble)
+        other = shortcuts.residual(ensemble)
         pair, errors, degrees = [], [], 1000
         for part, one in enumerate((ensemble, other)):
             value = _closed(one, which)
@@ -215,7 +215,7 @@ def phase_diagram(
 
 
 def _closed(ensemble: AbstractEnsemble, index: int) -> float | None:
-    if isinstance(ensemble, ensembles.Shortcut) and isinstance(
+    if isinstance(ensemble, shortcuts.Shortcut) and isinstance(
         ensemble.ensemble, ensembles.Gaussian
     ):
         inner = ensemble.ensemble
@@ -270,7 +270,7 @@ def sampled_threshold(
     def gap(sigma):
         ensemble = make(d, sigma)
         a = exponents(first, ensemble, steps, 1, **options)
-        b = exponents(second, ensembles.residual(ensemble), steps, 1, **options)
+        b = exponents(second, shortcuts.residual(ensemble), steps, 1, **options)
         value = float(a.exponents[0] + b.exponents[0])
         return value, math.hypot(float(a.standard_error[0]), float(b.standard_error[0]))
 

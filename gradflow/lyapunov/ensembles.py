@@ -1,14 +1,12 @@
 """Laws of square matrices whose products are studied, layer after layer.
 
 Depth is time: a product is ``A_n ⋯ A_1``, ``A_1`` read by the input. An ensemble says how the next
-matrix is drawn; :class:`Layers` and :class:`Cyclic` also remember where they are.
+matrix is drawn; some also remember where they are.
 """
 
 from __future__ import annotations
 
 import abc
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -22,7 +20,6 @@ from gradflow import _checks
 from gradflow.errors import ArgumentError, ShapeError
 from gradflow.lyapunov._frames import apply, held, orthonormalised
 from gradflow.lyapunov._normal import normal
-from gradflow.network import LinearNetwork
 
 __all__ = [
     "AbstractEnsemble",
@@ -32,14 +29,9 @@ __all__ = [
     "Finite",
     "Gaussian",
     "Haar",
-    "Layers",
     "RankOneMixture",
     "Sampled",
-    "Shortcut",
-    "delta",
     "delta_operator",
-    "network_layers",
-    "residual",
 ]
 
 SUM_TOLERANCE = 1e-9
@@ -114,11 +106,12 @@ def _dtype(is_complex: bool) -> Any:
     return jnp.result_type(real, jnp.complex64) if is_complex else real
 
 
-def _square(d: int, chains: int, last: bool) -> tuple[int, int, int]:
+def square_shape(d: int, chains: int, last: bool) -> tuple[int, int, int]:
+    """Of a matrix for every chain."""
     return (d, d, chains) if last else (chains, d, d)
 
 
-def _matrix(matrix: Array, last: bool) -> Array:
+def for_all_chains(matrix: Array, last: bool) -> Array:
     """One matrix, broadcast over the chains."""
     return matrix[:, :, None] if last else matrix[None]
 
@@ -169,7 +162,7 @@ class Gaussian(AbstractEnsemble):
         return _dtype(self.complex)
 
     def draw(self, key: Array, chains: int, last: bool) -> Array:
-        G = self.sigma * normal(key, _square(self.d, chains, last), self.dtype)
+        G = self.sigma * normal(key, square_shape(self.d, chains, last), self.dtype)
         if self.root is None:
             return G
         root = self.root.astype(self.dtype)
@@ -228,7 +221,7 @@ class Haar(AbstractEnsemble):
         return _dtype(self.complex)
 
     def draw(self, key: Array, chains: int, last: bool) -> Array:
-        G = normal(key, _square(self.d, chains, last), self.dtype)
+        G = normal(key, square_shape(self.d, chains, last), self.dtype)
         Q = _haar(G, last)
         if self.special:
             flip = jnp.linalg.det(jnp.moveaxis(Q, -1, 0) if last else Q)
@@ -380,7 +373,7 @@ def delta_operator(beta: ArrayLike, k: ArrayLike) -> Array:
     Returns:
         a matrix, shape ``(d, d)``.
     """
-    unit = _unit("k", _checks.real_array("k", k, ndim=1))
+    unit = unit_directions("k", _checks.real_array("k", k, ndim=1))
     return jnp.eye(unit.shape[0], dtype=unit.dtype) - beta * jnp.outer(unit, unit)
 
 
@@ -425,7 +418,7 @@ class DeltaProduct(AbstractEnsemble):
             raise ShapeError(
                 "directions", f"shape {directions.shape}", f"it must have {self.d} columns"
             )
-        self.directions = _unit("directions", directions)
+        self.directions = unit_directions("directions", directions)
         self.probabilities = _probabilities(probabilities, directions.shape[0])
 
     @property
@@ -435,13 +428,13 @@ class DeltaProduct(AbstractEnsemble):
     def direction(self, key: Array, chains: int, last: bool) -> Array:
         """Unit vectors, ``(d, chains)`` or ``(chains, d)``."""
         if self.directions is None:
-            return _sphere(key, self.d, chains, last)
+            return on_sphere(key, self.d, chains, last)
         assert self.probabilities is not None
         return _choose(key, self.directions, self.probabilities, chains, last)
 
     def draw(self, key: Array, chains: int, last: bool) -> Array:
         k = self.direction(key, chains, last)
-        eye = _matrix(jnp.eye(self.d, dtype=self.dtype), last)
+        eye = for_all_chains(jnp.eye(self.d, dtype=self.dtype), last)
         outer = k[:, None] * k[None, :] if last else k[:, :, None] * k[:, None, :]
         return eye - self.beta * outer
 
@@ -460,12 +453,14 @@ def rewritten(frames: Array, beta: Array, k: Array, last: bool) -> Array:
     return frames - beta * k[:, :, None] * along[:, None, :]
 
 
-def _sphere(key: Array, d: int, chains: int, last: bool) -> Array:
+def on_sphere(key: Array, d: int, chains: int, last: bool) -> Array:
+    """A direction for every chain, uniform on the sphere."""
     g = normal(key, (d, chains) if last else (chains, d), jnp.zeros(()).dtype)
     return g / jnp.linalg.norm(g, axis=0 if last else 1, keepdims=True)
 
 
-def _unit(name: str, directions: Array) -> Array:
+def unit_directions(name: str, directions: Array) -> Array:
+    """Directions brought to norm 1; an error that calls them ``name`` if one vanishes."""
     norms = jnp.linalg.norm(directions, axis=-1, keepdims=True)
     if _checks.is_concrete(norms) and bool((norms == 0).any()):
         raise ArgumentError(name, "a direction of norm 0", "every direction must have a norm > 0")
@@ -508,7 +503,7 @@ class BlockTriangular(AbstractEnsemble):
     def draw(self, key: Array, chains: int, last: bool) -> Array:
         d = self.dimension
         above, *keys = jax.random.split(key, 1 + len(self.blocks))
-        A = self.coupling * normal(above, _square(d, chains, last), self.dtype)
+        A = self.coupling * normal(above, square_shape(d, chains, last), self.dtype)
         offset = 0
         for k, block in zip(keys, self.blocks, strict=True):
             here = slice(offset, offset + block.dimension)
@@ -596,336 +591,8 @@ class Cyclic(AbstractEnsemble):
 
     def advance(self, key: Array, memory: PyTree, frames: Array, last: bool) -> tuple[Array, Any]:
         number = self.matrices.shape[0]
-        matrix = _matrix(self.matrices[memory], last)
+        matrix = for_all_chains(self.matrices[memory], last)
         return apply(matrix, frames, last), (memory + 1) % number
-
-
-class Layers(AbstractEnsemble):
-    """Jacobians of random layers along their own orbit ``x_{l+1} = f(β_l, x_l)``.
-
-    (Borkar, arXiv 2606.17013.) Jacobians are never formed: frames are pushed forward by
-    ``jax.linearize``.
-
-    Args:
-        f: ``f(parameters, x)`` in JAX operations, or ``f(x, parameters)`` if its first argument is
-            named ``x``; returns an array like ``x``. Pass the same function object again to avoid
-            compiling again.
-        sample_parameters: ``sample_parameters(key)`` returns the parameters of one layer, any
-            pytree of arrays. A function is part of the program, as f is. A callable pytree, such as
-            an :class:`equinox.Module` with ``__call__`` or a :class:`jax.tree_util.Partial`, holds
-            data: with other arrays and floats of the same shapes nothing is compiled again, and
-            exponents can be mapped over them or differentiated by them.
-        x0: start of the orbit, shape ``(d,)``.
-        limit: x_∞, shape ``(d,)``: where given, all Jacobians are taken there, which is what the
-            exponents are along an orbit that converges to it.
-
-    Raises:
-        ValueError: functions that are none, an ``x0`` or ``limit`` that is no vector of finite
-            floats, or an ``f`` that changes the shape of x.
-    """
-
-    independent: ClassVar[bool] = False
-    f: Callable = eqx.field(static=True)
-    # The leaves of sample_parameters: what is data, None elsewhere; and the rest, None where data.
-    sample_data: tuple[Array | None, ...]
-    sample_rest: tuple[Any, ...] = eqx.field(static=True)
-    sample_structure: Any = eqx.field(static=True)
-    x0: Array
-    limit: Array | None
-    # What is added to f: nothing, x itself, or (I − β k kᵀ) x.
-    beta: Array | None
-    direction: Array | None
-    swapped: bool = eqx.field(static=True)
-
-    def __init__(
-        self,
-        f: Callable[[Any, Array], Array],
-        sample_parameters: Callable[[Array], PyTree],
-        x0: ArrayLike | Sequence,
-        *,
-        limit: ArrayLike | None = None,
-    ):
-        for name, function in (("f", f), ("sample_parameters", sample_parameters)):
-            if not callable(function):
-                raise ArgumentError(name, _checks.describe(function), "it must be a function")
-        self.f = f
-        self.swapped = _first_argument(f) == "x"
-        dtype = jnp.zeros(()).dtype
-        leaves, self.sample_structure = jax.tree.flatten(sample_parameters)
-        # Never weakly typed, which would be another program.
-        leaves = [jnp.asarray(x, dtype) if isinstance(x, float) else x for x in leaves]
-        data = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-        self.sample_data = tuple(
-            jnp.asarray(x) if yes else None for x, yes in zip(leaves, data, strict=True)
-        )
-        self.sample_rest = tuple(None if yes else x for x, yes in zip(leaves, data, strict=True))
-        self.x0 = _checks.real_array("x0", x0, ndim=1).astype(dtype)
-        self.limit = self.beta = self.direction = None
-        if limit is not None:
-            self.limit = _checks.real_array("limit", limit, ndim=1).astype(dtype)
-            if self.limit.shape != self.x0.shape:
-                raise ShapeError(
-                    "limit", f"shape {self.limit.shape}", f"it must be like x0, {self.x0.shape}"
-                )
-        try:
-            found = _image.eval_shape(
-                (f, self.swapped, self.sample_structure, self.sample_rest),
-                self.sample_data,
-                self.x0,
-                jax.random.key(0),
-            )
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(
-                "f", f"a function that fails at x0: {error}", "f(parameters, x) must take x0"
-            ) from error
-        if getattr(found, "shape", None) != self.x0.shape:
-            raise ShapeError(
-                "f",
-                f"a function that returns {_checks.describe(found)}",
-                f"it must return an array like x0, shape {self.x0.shape}: its Jacobian is square",
-            )
-
-    @property
-    def sample_parameters(self) -> Callable[[Array], PyTree]:
-        """The function that draws the parameters of one layer."""
-        return _rejoined(self.sample_structure, self.sample_rest, self.sample_data)
-
-    def layer(self, parameters: PyTree, k: Array | None, x: Array) -> Array:
-        """One layer, with its shortcut if there is one."""
-        y = _applied(self.f, self.swapped, parameters, x)
-        if self.beta is None:
-            return y
-        assert k is not None
-        return y + x - self.beta * k * jnp.dot(k, x)
-
-    @property
-    def dimension(self) -> int:
-        return self.x0.shape[0]
-
-    def start(self, chains: int, last: bool) -> PyTree:
-        return jnp.tile(self.x0[:, None], (1, chains)) if last else jnp.tile(self.x0, (chains, 1))
-
-    def advance(self, key: Array, memory: PyTree, frames: Array, last: bool) -> tuple[Array, Any]:
-        axis = -1 if last else 0
-        keys = jax.random.split(key, frames.shape[axis])
-
-        def one(key, x, frame):
-            first, second = jax.random.split(key)
-            parameters = self.sample_parameters(first)
-            k = None
-            if self.beta is not None:
-                g = jax.random.normal(second, x.shape, x.dtype)
-                k = g / jnp.linalg.norm(g) if self.direction is None else self.direction
-            at = x if self.limit is None else self.limit
-            y, push = jax.linearize(lambda x: self.layer(parameters, k, x), at)
-            return jax.vmap(push, in_axes=-1, out_axes=-1)(frame), y
-
-        return jax.vmap(one, in_axes=(0, axis, axis), out_axes=axis)(keys, memory, frames)
-
-    def orbit(self, key: Any, steps: int) -> Array:
-        """``x_0, …, x_steps`` for one draw of the parameters, shape ``(steps + 1, d)``."""
-        key, steps = _checks.random_key("key", key), _checks.whole_number("steps", steps, 1)
-        free = eqx.tree_at(lambda e: e.limit, self, None, is_leaf=lambda leaf: leaf is None)
-        return jnp.concatenate([self.x0[None], _orbit(free, key, steps)])
-
-
-def _rejoined(structure: Any, rest: tuple[Any, ...], data: tuple[Array | None, ...]) -> Any:
-    leaves = [r if x is None else x for x, r in zip(data, rest, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _applied(f: Callable, swapped: bool, parameters: PyTree, x: Any) -> Array:
-    x = jnp.asarray(x)
-    return f(x, parameters) if swapped else f(parameters, x)
-
-
-# Never run: a program, so that layers which differ in numbers only are traced once.
-@functools.partial(jax.jit, static_argnums=0)
-def _image(fixed: tuple, data: tuple[Array | None, ...], x0: Array, key: Array) -> Array:
-    f, swapped, structure, rest = fixed
-    return _applied(f, swapped, _rejoined(structure, rest, data)(key), x0)
-
-
-@eqx.filter_jit
-def _orbit(ensemble: Layers, key: Array, steps: int) -> Array:
-    frame = jnp.zeros((1, ensemble.dimension, 1), ensemble.dtype)
-
-    def step(memory, k):
-        _, memory = ensemble.advance(k, memory, frame, False)
-        return memory, memory[0]
-
-    return jax.lax.scan(step, ensemble.start(1, False), jax.random.split(key, steps))[1]
-
-
-def _first_argument(f: Callable) -> str | None:
-    try:
-        return next(iter(inspect.signature(f).parameters), None)
-    except (TypeError, ValueError):  # some built-in functions do not tell
-        return None
-
-
-class Shortcut(AbstractEnsemble):
-    """``I − β k kᵀ + J``, J of another ensemble; see :func:`residual` and :func:`delta`."""
-
-    ensemble: AbstractEnsemble
-    beta: Array | None
-    fixed: Array | None
-
-    # Overrides the class variable: a wrapped ensemble is as independent as what it wraps.
-    @property
-    def independent(self) -> bool:  # type: ignore[override]
-        return self.ensemble.independent
-
-    @property
-    def dimension(self) -> int:
-        return self.ensemble.dimension
-
-    @property
-    def dtype(self) -> Any:
-        return self.ensemble.dtype
-
-    def draw(self, key: Array, chains: int, last: bool) -> Array:
-        eye = _matrix(jnp.eye(self.dimension, dtype=self.dtype), last)
-        if self.beta is None:
-            return eye + self.ensemble.draw(key, chains, last)
-        first, second = jax.random.split(key)
-        k = self._direction(second, chains, last)
-        eye = jnp.broadcast_to(eye, _square(self.dimension, chains, last))
-        return rewritten(eye, self.beta, k, last) + self.ensemble.draw(first, chains, last)
-
-    def start(self, chains: int, last: bool) -> PyTree:
-        return self.ensemble.start(chains, last)
-
-    def advance(self, key: Array, memory: PyTree, frames: Array, last: bool) -> tuple[Array, Any]:
-        if self.beta is None:
-            images, memory = self.ensemble.advance(key, memory, frames, last)
-            return frames + images, memory
-        first, second = jax.random.split(key)
-        images, memory = self.ensemble.advance(first, memory, frames, last)
-        k = self._direction(second, frames.shape[-1 if last else 0], last)
-        return rewritten(frames, self.beta, k, last) + images, memory
-
-    def _direction(self, key: Array, chains: int, last: bool) -> Array:
-        if self.fixed is None:
-            return _sphere(key, self.dimension, chains, last)
-        k = self.fixed[:, None] if last else self.fixed[None]
-        return jnp.broadcast_to(k, (self.dimension, chains) if last else (chains, self.dimension))
-
-
-def residual(ensemble: AbstractEnsemble) -> AbstractEnsemble:
-    """With the identity as shortcut: ``J ↦ I + J``.
-
-    Of :class:`Layers`, the layers become ``x + f(β, x)``: the orbit is that of the residual layers,
-    not the old one.
-
-    Args:
-        ensemble: any.
-
-    Raises:
-        ValueError: it is none.
-    """
-    check_ensemble("ensemble", ensemble)
-    if isinstance(ensemble, Layers):
-        return _layers_with(ensemble, jnp.zeros((), ensemble.dtype), None)
-    return Shortcut(ensemble, None, None)
-
-
-def delta(
-    ensemble: AbstractEnsemble, beta: Any, *, direction: ArrayLike | None = None
-) -> AbstractEnsemble:
-    """With a delta operator as shortcut: ``J ↦ (I − β k kᵀ) + J``.
-
-    β = 0 is :func:`residual`, β = 1 forgets what is along k, β = 2 reflects it (Zhang, Liu, Wang &
-    Gu, arXiv 2601.00417). Of :class:`Layers`, the layers become ``(I − β k kᵀ) x + f(β, x)``.
-
-    Args:
-        ensemble: any.
-        beta: a number.
-        direction: k, a vector of length d, normalised; drawn at each step, uniform on the sphere,
-            if left out.
-
-    Raises:
-        ValueError: no ensemble, a direction of another length or of zero norm.
-    """
-    check_ensemble("ensemble", ensemble)
-    real = jnp.finfo(ensemble.dtype).dtype
-    beta = jnp.asarray(_checks.real_scalar("beta", beta), real)
-    k = None
-    if direction is not None:
-        k = _checks.real_array("direction", direction, ndim=1)
-        if k.shape != (ensemble.dimension,):
-            raise ShapeError(
-                "direction", f"length {k.shape[0]}", f"it must have {ensemble.dimension} entries"
-            )
-        k = _unit("direction", k).astype(real)
-    if isinstance(ensemble, Layers):
-        return _layers_with(ensemble, beta, k)
-    return Shortcut(ensemble, beta, k)
-
-
-def _layers_with(ensemble: Layers, beta: Array, direction: Array | None) -> Layers:
-    if ensemble.beta is not None:
-        raise ArgumentError("ensemble", "layers with a shortcut", "it must not have one already")
-    if direction is None and _checks.is_concrete(beta) and float(beta) == 0:
-        # Any direction will do where nothing is taken away, and none need be drawn.
-        direction = jnp.zeros_like(ensemble.x0).at[0].set(1.0)
-    return eqx.tree_at(
-        lambda e: (e.beta, e.direction),
-        ensemble,
-        (beta, direction),
-        is_leaf=lambda leaf: leaf is None,
-    )
-
-
-def network_layers(net: Any, *, order: str = "random", at: int | None = None) -> AbstractEnsemble:
-    """The layers of a network, at any time of its training, as an ensemble.
-
-    Args:
-        net: a :class:`gradflow.LinearNetwork` whose layers are square and of one size, or a run of
-            one, with stored states. Layers that are not square are left out where the others agree.
-        order: ``"random"``, each step an independent choice among the layers; ``"cyclic"``, the
-            layers in their order, again and again.
-        at: which saved time of a run; the last if left out.
-
-    Returns:
-        :class:`Finite` or :class:`Cyclic`.
-
-    Raises:
-        ValueError: no network or run of one, no square layers, or ones of several sizes.
-    """
-    order = _checks.choice("order", order, ("random", "cyclic"))
-    weights = layer_weights(net, at)
-    square = [w for w in weights if w.shape[0] == w.shape[1]]
-    sizes = {w.shape[0] for w in square}
-    # A network of square layers between a wider input and output counts, two sizes do not.
-    if len(sizes) != 1:
-        shapes = ", ".join(str(w.shape) for w in weights)
-        raise ShapeError(
-            "net", f"layers of shapes {shapes}", "its square layers must be of one size"
-        )
-    return Finite(jnp.stack(square)) if order == "random" else Cyclic(jnp.stack(square))
-
-
-def layer_weights(net: Any, at: int | None = None) -> tuple[Array, ...]:
-    """``W_1, …, W_h`` of a network, or of a run at a saved time."""
-    states = getattr(net, "states", None)
-    if isinstance(states, LinearNetwork):
-        index = -1 if at is None else at
-        saved = states.weights[0].shape[0]
-        if not isinstance(index, (int, np.integer)) or not -saved <= index < saved:
-            raise ArgumentError("at", _checks.describe(at), f"it must count {saved} saved times")
-        return tuple(w[index] for w in states.weights)
-    if not isinstance(net, LinearNetwork):
-        raise ArgumentError(
-            "net",
-            _checks.describe(net),
-            "it must be a gradflow.LinearNetwork or a run with stored states of one",
-        )
-    if at is not None:
-        raise ArgumentError("at", _checks.describe(at), "it must be left out for a network")
-    if net.weights[0].ndim != 2:
-        raise ShapeError("net", f"a batch {net!r}", "it must be one network")
-    return net.weights
 
 
 def check_ensemble(name: str, value: Any) -> AbstractEnsemble:

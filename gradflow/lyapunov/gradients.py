@@ -10,7 +10,8 @@ import numpy as np
 from gradflow import _checks
 from gradflow.errors import ArgumentError, ShapeError
 from gradflow.lyapunov._frames import generator
-from gradflow.lyapunov.ensembles import AbstractEnsemble, Finite, check_ensemble, layer_weights
+from gradflow.lyapunov.ensembles import AbstractEnsemble, Finite, check_ensemble
+from gradflow.lyapunov.layers import layer_weights
 from gradflow.lyapunov.spectrum import exponents
 
 __all__ = ["GradientNorms", "gradient_norms"]

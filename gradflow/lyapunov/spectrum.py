@@ -22,7 +22,8 @@ from tqdm import tqdm
 from gradflow import _checks
 from gradflow.errors import ArgumentError, ShapeError
 from gradflow.lyapunov._frames import chains_last, generator, orthonormalised
-from gradflow.lyapunov.ensembles import AbstractEnsemble, Layers, check_ensemble
+from gradflow.lyapunov.ensembles import AbstractEnsemble, check_ensemble
+from gradflow.lyapunov.layers import Layers
 
 __all__ = ["Spectrum", "exponents"]
 

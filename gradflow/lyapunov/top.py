@@ -12,7 +12,8 @@ from gradflow import _checks
 from gradflow.errors import ArgumentError
 from gradflow.lyapunov.closed_forms import closed_form
 from gradflow.lyapunov.determinant import determinant
-from gradflow.lyapunov.ensembles import AbstractEnsemble, Finite, Layers, check_ensemble
+from gradflow.lyapunov.ensembles import AbstractEnsemble, Finite, check_ensemble
+from gradflow.lyapunov.layers import Layers
 from gradflow.lyapunov.projective import stationary_measure
 from gradflow.lyapunov.spectrum import exponents
 
