@@ -10,9 +10,6 @@ import pytest
 import gradflow as gf
 from cases import PROBLEMS, SAVES, TARGET, WIDTHS, arrays, explicit, problem, random_network, start
 
-# Mostly compilation, a minute or more in all.
-pytestmark = pytest.mark.slow
-
 traces = []
 
 

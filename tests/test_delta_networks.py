@@ -8,9 +8,6 @@ import pytest
 import gradflow as gf
 from cases import TARGET, WIDTHS, arrays, explicit, problem, start
 
-# Mostly compilation, a minute or more in all.
-pytestmark = pytest.mark.slow
-
 D = gf.delta
 SQUARE = (3, 3, 3, 3)
 

@@ -302,6 +302,7 @@ def test_drift_is_proportional_to_the_tolerance():
     conservation.figure(data)
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_in_the_order_of_their_singular_values():
     data = digits.compute(digits.Config(points=120, t1_raw=300.0))
     assert digits.rank_correlation(data, "learning_time") > 0.98

@@ -104,6 +104,7 @@ def greedy():
     )
 
 
+@pytest.mark.slow
 def test_best_approximations_have_the_tail_of_the_spectrum_as_loss():
     data = greedy()
     np.testing.assert_allclose(data["r_loss"], [10.5, 2.5, 0.5, 0.0])
@@ -141,6 +142,7 @@ def steps():
     )
 
 
+@pytest.mark.slow
 def test_gradient_descent_leaves_the_flow_at_first_order():
     data = steps()
     assert discrete_vs_flow.order(data, "distance") == pytest.approx(1, abs=0.03)

@@ -7,9 +7,6 @@ import pytest
 import gradflow as gf
 from experiments.benchmarks import lyapunov_throughput as benchmark
 
-# Mostly compilation, a minute or more in all.
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("peer", ["loop", "stacked"])
 def test_peers_compute_the_spectrum_of_gaussian_matrices(peer):

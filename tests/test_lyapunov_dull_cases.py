@@ -5,8 +5,7 @@ import pytest
 
 from lyapunov_cases import block_triangular, ly, optimised, rank_one, within
 
-# Mostly compilation, a minute or more in all: slow.
-pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("optimised")
 assert optimised
 
 

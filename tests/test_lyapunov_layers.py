@@ -11,8 +11,7 @@ import gradflow as gf
 from gradflow import _checks
 from lyapunov_cases import DRIFT, MEMORY, ly, optimised, slow_layers, within
 
-# Mostly compilation, a minute or more in all: slow.
-pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("optimised")
 assert optimised
 
 

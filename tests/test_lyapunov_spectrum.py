@@ -16,8 +16,7 @@ from lyapunov_cases import (
     within,
 )
 
-# Mostly compilation, a minute or more in all: slow.
-pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("optimised")
 assert optimised
 CASES = sampled_cases()
 

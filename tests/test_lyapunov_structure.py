@@ -11,8 +11,7 @@ import gradflow as gf
 from gradflow.lyapunov import effect
 from lyapunov_cases import block_triangular, ly, optimised, positive_pair, rotation, two_point
 
-# Mostly compilation, a minute or more in all: slow.
-pytestmark = [pytest.mark.usefixtures("optimised"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("optimised")
 assert optimised
 
 

@@ -122,7 +122,7 @@ def test_singular_values_of_balanced_networks_move_at_their_own_rate():
     np.testing.assert_allclose(measured[apart], predicted[apart], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_decoupled_starts_stay_decoupled_and_follow_the_mode_flow(depth):
     rng = np.random.default_rng(depth)
     scales = rng.uniform(0.2, 0.6, (depth, 3))
@@ -155,7 +155,7 @@ def test_mode_flow_agrees_with_the_closed_form():
     np.testing.assert_allclose(traj["modes"], exact, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("depth", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_learning_times_grow_with_the_scale_of_the_start_as_predicted(depth):
     flow = gf.ModeFlow([2.0], depth)
     scales = np.array([1e-1, 1e-2, 1e-3, 1e-4])  # of every layer: u_0 = scale^h

@@ -199,6 +199,7 @@ def test_nothing_is_traced_again_for_other_numbers(solver):
     assert go(1, 3e4, 1e-7, [2.5, 1.5]) == first
 
 
+@pytest.mark.slow
 def test_works_in_a_batch():
     solver = switching("stabilised")
     lanes = jax.vmap(lambda key: gf.initialize.gaussian(key, WIDTHS, 0.4))(
