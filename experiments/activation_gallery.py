@@ -133,6 +133,7 @@ def compute(config: Config) -> xr.Dataset:
     scales = np.geomspace(config.smallest, config.largest, config.scales)
     near = np.linspace(*config.edge, config.edge_scales)
     fine = np.geomspace(config.smallest, config.largest, config.points)
+    fine_edge = np.linspace(*config.edge, 81)
     kinds = list(itertools.product(ACTIVATIONS, SHORTCUTS))
     jobs = [(*kind, sigma) for kind in kinds for sigma in scales]
     jobs += [("tanh", "none", sigma) for sigma in near]
@@ -145,7 +146,8 @@ def compute(config: Config) -> xr.Dataset:
         for i, kind in enumerate(kinds)
     ]
     # Where it is looked at more closely, unless that is at other scales.
-    closer = crossing(near, *_values(runs[len(grid) :]))
+    (values, errors), (near_values, near_errors) = _values(grid), _values(runs[len(grid) :])
+    closer = crossing(near, near_values, near_errors)
     edges[0] = edges[0] if math.isnan(closer[0]) else closer
     shape = (len(ACTIVATIONS), len(SHORTCUTS), config.scales)
     theory = {
@@ -157,20 +159,17 @@ def compute(config: Config) -> xr.Dataset:
     running = np.array([np.asarray(r.running)[:, 0] for r in grid])
     return xr.Dataset(
         {
-            "exponent": (axes, np.reshape(_values(grid)[0], shape)),
-            "standard_error": (axes, np.reshape(_values(grid)[1], shape)),
+            "exponent": (axes, np.reshape(values, shape)),
+            "standard_error": (axes, np.reshape(errors, shape)),
             "running": ((*axes, "depth"), running.reshape(*shape, -1)),
             "zero": (axes[:2], np.reshape([e[0] for e in edges], shape[:2])),
             "zero_error": (axes[:2], np.reshape([e[1] for e in edges], shape[:2])),
-            "edge_exponent": ("edge_sigma", _values(runs[len(grid) :])[0]),
-            "edge_error": ("edge_sigma", _values(runs[len(grid) :])[1]),
+            "edge_exponent": ("edge_sigma", near_values),
+            "edge_error": ("edge_sigma", near_errors),
             "at_zero": (fine_axes, theory["at_zero"]),
             "at_infinity": (fine_axes, theory["at_infinity"]),
             "mean_field": (fine_axes, wide),
-            "edge_mean_field": (
-                "fine_edge",
-                mean_field(config, "tanh", "none", fine_edge := np.linspace(*config.edge, 81)),
-            ),
+            "edge_mean_field": ("fine_edge", mean_field(config, "tanh", "none", fine_edge)),
             "edge_at_zero": ("fine_edge", at_zero(config, "tanh", "none", fine_edge)),
         },
         coords={

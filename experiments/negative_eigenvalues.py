@@ -4,8 +4,10 @@ From the identity every layer of a residual linear network stays a polynomial in
 all layers the same one. Where the target has an eigenvalue ``λ < 0`` the layers go to 0 together,
 to a saddle of order h: the run is left with ``½ Σ λ²`` over the negative eigenvalues, for longer
 the smaller the perturbation of its start (after Bartlett, Helmbold and Long, arXiv 1802.06093, who
-show it for gradient descent). Two negative eigenvalues may be turned together, by a rotation in
-their plane, which small perturbations find sooner. Delta layers ``I + β k (w − k)ᵀ``
+show it for gradient descent). With an odd number of them the determinant has to pass 0, and until
+then the loss is ``½ min σ²`` at least: where a mode is weaker than the negative one, small
+perturbations lead to that lower saddle. Two negative eigenvalues may be turned together, by a
+rotation in their plane, which small perturbations find sooner. Delta layers ``I + β k (w − k)ᵀ``
 (arXiv 2601.00417) start at the identity as well, but each has a direction of its own: one of them
 turns its sign while the others stay near the identity.
 
@@ -121,6 +123,11 @@ def saddle(T: np.ndarray) -> float:
     return 0.5 * float(np.sum(np.minimum(np.linalg.eigvalsh(T), 0.0) ** 2))
 
 
+def barrier(T: np.ndarray) -> float:
+    """``½ min σ²`` where ``det T < 0``, else 0: the least loss of maps with ``det W ≥ 0``."""
+    return 0.5 * float(np.linalg.norm(T, -2)) ** 2 if np.linalg.det(T) < 0 else 0.0
+
+
 def reach(T: np.ndarray, depth: int) -> float:
     """``½ Σ_{r>h} σ_r(T − I)²``: no product of h rank-one changes of the identity has less."""
     return 0.5 * float(np.sum(np.linalg.svd(T - np.eye(len(T)))[1][depth:] ** 2))
@@ -128,107 +135,55 @@ def reach(T: np.ndarray, depth: int) -> float:
 
 def compute(config: Config) -> xr.Dataset:
     """Losses of all kinds, gates and signs of delta layers, and where delta networks fail."""
-    T = target(config)
-    problem = gf.Problem(T)
-    d, h = len(T), config.depth
-    eye, zero = [np.eye(d)] * h, [np.zeros((d, d))] * h
-    method = gf.Method(solver=config.solver, rtol=config.rtol, atol=1e-4 * config.rtol)
+    T, h = target(config), config.depth
     times = np.concatenate([[0.0], np.geomspace(1e-2, config.t1, config.points - 1)])
-    seeds = range(config.seeds)
-
-    def run(flow: Any, starts: list[Any], t1: float = config.t1, **options: Any) -> gf.Trajectory:
-        # Batches of one size, so that every kind of network is compiled once.
-        return gf.ensemble(
-            flow,
-            starts,
-            t1,
-            save=times * (t1 / config.t1),
-            method=method,
-            stop_gradient_norm=config.stop_gradient_norm,
-            save_states=False,
-            lanes_per_batch=config.seeds,
-            **options,
-        )
-
-    def normal(seed: int, *shape: int) -> np.ndarray:
-        return np.random.default_rng((config.seed, seed)).standard_normal(shape)
-
-    bar = tqdm(total=5 + len(config.depths), desc="kinds", leave=False, disable=None)
-    runs, ends = {}, {}
-    branches = [
-        gf.LinearNetwork(list(size * normal(seed, h, d, d)))
-        for size in config.perturbations
-        for seed in seeds
+    problem = gf.Problem(T)
+    batches = _other_kinds(config, problem)
+    runs, loss = {}, {}
+    bar = tqdm(total=len(batches) + 2, desc="kinds of layers", leave=False, disable=None)
+    for names, flow, starts in batches:
+        found = _run(config, flow, starts, times)
+        for i, name in enumerate(names):
+            lanes = slice(i * config.seeds, (i + 1) * config.seeds)
+            runs[name] = [found.lane(j) for j in range(lanes.start, lanes.stop)]
+            loss[name] = np.asarray(found.loss)[lanes]
+        bar.update()
+    # One program for networks of all depths, as those of fewer layers have layers left that are
+    # the identity for ever.
+    depths = sorted({*config.depths, h})
+    most, flow = depths[-1], gf.DeltaNetworkFlow(problem)
+    starts = [
+        _delta_start(_normal(config, seed, 2, most, len(T)), config.value_scale, config.beta, depth)
+        for depth in depths
+        for seed in range(config.seeds)
     ]
-    residual = run(gf.ResidualFlow(problem, eye), branches)
-    for i, size in enumerate(config.perturbations):
-        lanes = range(i * config.seeds, (i + 1) * config.seeds)
-        runs[f"residual, {size:g}"] = [residual.lane(j) for j in lanes]
+    found = _run(config, flow, starts, times)
+    first = depths.index(h) * config.seeds
+    lanes = slice(first, first + config.seeds)
+    runs["delta"] = [found.lane(j) for j in range(lanes.start, lanes.stop)]
+    loss["delta"] = np.asarray(found.loss)[lanes]
+    last = np.asarray(found.final_loss).reshape((len(depths), config.seeds))
     bar.update()
-    # Deepest of all: what is left out of a shallower network is layers with a gate of exactly 0,
-    # which neither act nor learn, so that one program serves all depths.
-    most = max(h, *config.depths)
-    delta_flow = gf.DeltaNetworkFlow(problem)
-    told = {"determinants": _determinants}
-
-    def delta(depth: int) -> gf.Trajectory:
-        starts = [
-            _delta_start(normal(seed, 2, most, d), config.value_scale, config.beta, depth)
-            for seed in seeds
-        ]
-        return run(delta_flow, starts, observe=told)
-
-    gated = delta(h)
-    runs["delta"] = [gated.lane(i) for i in seeds]
+    spread = _aligned_starts(config, T, most)
+    aligned = _run(config, flow, spread, times * (config.aligned_t1 / config.t1)).final_loss
     bar.update()
-    rest: dict[str, tuple[Any, list[Any]]] = {
-        # Without a shortcut: entries N(0, 1/d), which keep the size of a signal.
-        "plain": (
-            gf.ResidualFlow(problem, zero),
-            [gf.LinearNetwork(list(normal(s, h, d, d) / np.sqrt(d))) for s in seeds],
-        ),
-        "highway": (
-            gf.ParameterFlow(problem),
-            [
-                gf.delta.HighwayNetwork(
-                    normal(s, h, d, d) / np.sqrt(d), np.full(h, config.highway_logit)
-                )
-                for s in seeds
-            ],
-        ),
-        "orthogonal": (
-            gf.ParameterFlow(problem),
-            [
-                gf.delta.OrthogonalNetwork(config.generator_scale * normal(s, h, d, d))
-                for s in seeds
-            ],
-        ),
-    }
-    for kind, (flow, starts) in rest.items():
-        found = run(flow, starts)
-        runs[kind] = [found.lane(i) for i in seeds]
-        bar.update()
-    for depth in config.depths:
-        found = delta(depth)
-        ends[depth] = np.array(found.final_loss)
-        bar.update()
-    aligned = _aligned(
-        config, T, most, lambda starts: run(delta_flow, starts, config.aligned_t1, observe=told)
-    )
     bar.close()
     return xr.Dataset(
         {
-            "loss": (
-                ("kind", "seed", "time"),
-                np.array(
-                    [[_padded(one.loss, len(times)) for one in kind] for kind in runs.values()]
+            "loss": (("kind", "seed", "time"), np.array(list(loss.values()))),
+            "gate": (("seed", "time", "layer"), np.asarray(found["gates"])[lanes, :, :h]),
+            "determinant": (
+                ("seed", "time", "layer"),
+                np.asarray(found["determinants"])[lanes, :, :h],
+            ),
+            "reached": (("depth", "seed"), last[[depths.index(n) for n in config.depths]]),
+            "reach": ("depth", [reach(T, depth) for depth in config.depths]),
+            "aligned": (
+                ("start", "spread", "seed"),
+                np.reshape(
+                    np.asarray(aligned), (len(config.aligned_gates), len(config.spreads), -1)
                 ),
             ),
-            "gate": (("seed", "time", "layer"), np.array(gated["gates"])[..., :h]),
-            "determinant": (("seed", "time", "layer"), np.array(gated["determinants"])[..., :h]),
-            "reached": (("depth", "seed"), np.array([ends[depth] for depth in config.depths])),
-            "reach": ("depth", [reach(T, depth) for depth in config.depths]),
-            "aligned": (("start", "spread", "seed"), aligned),
         },
         coords={
             "kind": list(runs),
@@ -242,17 +197,62 @@ def compute(config: Config) -> xr.Dataset:
         attrs={
             "runs": run_lines(runs),
             "saddle": saddle(T),
+            "barrier": barrier(T),
             "learnt": config.learnt,
             "aligned_t1": config.aligned_t1,
             "target": config.target,
-            "residual": [f"residual, {size:g}" for size in config.perturbations],
+            "residual": list(batches[0][0]),
         },
     )
 
 
-def _padded(values: Any, length: int) -> np.ndarray:
-    values = np.asarray(values)
-    return np.pad(values, (0, length - len(values)), mode="edge")
+def _normal(config: Config, seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng((config.seed, seed)).standard_normal(shape)
+
+
+def _run(config: Config, flow: Any, starts: list[Any], times: np.ndarray) -> gf.Trajectory:
+    """All starts, in batches of one size, so that every kind of network is compiled once."""
+    delta = isinstance(flow, gf.DeltaNetworkFlow)
+    return gf.ensemble(
+        flow,
+        starts,
+        times[-1],
+        save=times,
+        observe={"determinants": _determinants} if delta else None,
+        method=gf.Method(solver=config.solver, rtol=config.rtol, atol=1e-4 * config.rtol),
+        stop_gradient_norm=config.stop_gradient_norm,
+        save_states=False,
+        lanes_per_batch=config.seeds,
+    )
+
+
+def _other_kinds(config: Config, problem: gf.Problem) -> list[tuple[list[str], Any, list[Any]]]:
+    """All but delta networks: names, flow, and as many starts as seeds for every name."""
+    d, h = problem.shape[0], config.depth
+    draws = [_normal(config, seed, h, d, d) for seed in range(config.seeds)]
+    # Entries N(0, 1/d), which keep the size of a signal.
+    unit = [G / np.sqrt(d) for G in draws]
+    logits = np.full(h, config.highway_logit)
+    layers = gf.ParameterFlow(problem)
+    return [
+        (
+            [f"residual, {size:g}" for size in config.perturbations],
+            gf.ResidualFlow(problem, [np.eye(d)] * h),
+            [gf.LinearNetwork(list(size * G)) for size in config.perturbations for G in draws],
+        ),
+        # The plain flow, with shortcuts of 0: the program of the line above.
+        (
+            ["plain"],
+            gf.ResidualFlow(problem, [np.zeros((d, d))] * h),
+            [gf.LinearNetwork(list(G)) for G in unit],
+        ),
+        (["highway"], layers, [gf.delta.HighwayNetwork(G, logits) for G in unit]),
+        (
+            ["orthogonal"],
+            layers,
+            [gf.delta.OrthogonalNetwork(config.generator_scale * G) for G in draws],
+        ),
+    ]
 
 
 def _determinants(net: gf.delta.DeltaNetwork) -> jax.Array:
@@ -264,7 +264,10 @@ def _determinants(net: gf.delta.DeltaNetwork) -> jax.Array:
 def _delta_start(
     draws: np.ndarray, scale: float, beta: float, depth: int, directions: np.ndarray | None = None
 ) -> gf.delta.DeltaNetwork:
-    """Layers with a gate β, as many as asked for, and layers that are the identity for ever."""
+    """Layers with a gate β, as many as asked for, and then layers with a gate of exactly 0.
+
+    These are the identity and do not learn: the derivative of ``2σ`` is 0 there as well.
+    """
     noise, d = draws[1] / np.sqrt(draws.shape[-1]), draws.shape[-1]
     k = draws[0] / np.sqrt(d) if directions is None else directions
     w = k / np.linalg.norm(k, axis=1, keepdims=True) + scale * noise
@@ -272,19 +275,17 @@ def _delta_start(
     return gf.delta.DeltaNetwork(k, w, np.where(np.arange(len(k)) < depth, logit, -800.0))
 
 
-def _aligned(config: Config, T: np.ndarray, most: int, run: Any) -> np.ndarray:
-    """Last losses from directions around the eigenvector of the lowest eigenvalue."""
+def _aligned_starts(config: Config, T: np.ndarray, most: int) -> list[gf.delta.DeltaNetwork]:
+    """By gate, spread and seed: directions around the eigenvector of the lowest eigenvalue."""
     d = len(T)
     vector = np.linalg.eigh(T)[1][:, 0]
-    starts = []
-    for beta in config.aligned_gates:
-        for spread in config.spreads:
-            for seed in range(config.seeds):
-                draws = np.random.default_rng((config.seed, seed)).standard_normal((2, most, d))
-                k = vector + spread / np.sqrt(d) * draws[0]
-                starts.append(_delta_start(draws, spread, beta, config.depth, k))
-    last = np.array(run(starts).final_loss)
-    return last.reshape(len(config.aligned_gates), len(config.spreads), config.seeds)
+    draws = [_normal(config, seed, 2, most, d) for seed in range(config.seeds)]
+    return [
+        _delta_start(noise, spread, beta, config.depth, vector + spread / np.sqrt(d) * noise[0])
+        for beta in config.aligned_gates
+        for spread in config.spreads
+        for noise in draws
+    ]
 
 
 def negative_layers(data: xr.Dataset) -> xr.DataArray:
@@ -298,7 +299,8 @@ def summary(data: xr.Dataset) -> str:
     lines = [
         f"target {data.attrs['target']!r} with eigenvalues "
         f"{', '.join(f'{x:.3g}' for x in data['eigenvalue'].values)}; "
-        f"saddle value {data.attrs['saddle']:.4g}"
+        f"saddle value {data.attrs['saddle']:.4g}, least loss without turning a sign "
+        f"{data.attrs['barrier']:.4g}"
     ]
     last = data["loss"].isel(time=-1)
     for kind in data["kind"].values:
@@ -374,6 +376,17 @@ def _losses(data: xr.Dataset, ax: Axes) -> None:
         fontsize="small",
         color="0.25",
     )
+    low = data.attrs["barrier"]
+    if 0 < low < 0.99 * data.attrs["saddle"]:
+        ax.axhline(low, color="0.35", lw=0.9, ls="--")
+        ax.annotate(
+            f"det W ≥ 0: no less than ½ min σ² = {low:.3g}",
+            (t[1], low),
+            xytext=(3, -24),
+            textcoords="offset points",
+            fontsize="small",
+            color="0.25",
+        )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(0.3 * _FLOOR, 10 * float(data["loss"].max()))

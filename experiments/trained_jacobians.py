@@ -32,7 +32,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import scipy.linalg
-import scipy.special
 import xarray as xr
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -103,15 +102,14 @@ def starts(config: Config) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(config.seed + 1)
     d, h = len(config.strengths), config.layers
     G = rng.standard_normal((h, d, d))
-    # Where γ₁ = log σ + ½[log 2 + ψ(d/2)] is 0.
-    critical = math.exp(-0.5 * (math.log(2) + scipy.special.digamma(d / 2)))
-    plain = config.plain_scale * critical * G
+    # γ₁ of entries N(0, 1): divided by its exponential the layers have γ₁ = 0.
+    growth = gf.lyapunov.closed_forms.gaussian(d, 1.0)[0]
+    plain = config.plain_scale * math.exp(-growth) * G
     # A flow cannot pass from a negative determinant to the positive one of the target.
     plain[0, 0] *= np.prod(np.sign(np.linalg.det(plain)))
     k = rng.standard_normal((h, d))
-    k /= np.linalg.norm(k, axis=1)[:, None]
     eye = np.broadcast_to(np.eye(d), G.shape)
-    deltas = eye - config.beta * k[:, :, None] * k[:, None, :]
+    deltas = np.array([gf.delta.operator(config.beta, one).matrix() for one in k])
     small = config.branch_scale * G
     return dict(zip(KINDS, ((np.zeros_like(G), plain), (eye, small), (deltas, small)), strict=True))
 
@@ -203,9 +201,9 @@ def _one(config: Config, saved: np.ndarray, loss: np.ndarray, at: np.ndarray) ->
 
 def _mean_log(strengths: np.ndarray) -> float:
     """``E log |Sᵀu|``, u uniform on the sphere: that of a Gaussian g less that of its length."""
-    d = len(strengths)
-    top = gf.lyapunov.closed_forms.correlated_gaussian_top(np.diag(strengths**2))
-    return top - 0.5 * (math.log(2) + float(scipy.special.digamma(d / 2)))
+    forms = gf.lyapunov.closed_forms
+    lengths = forms.gaussian(len(strengths), 1.0)[0]
+    return float(forms.correlated_gaussian_top(np.diag(strengths**2)) - lengths)
 
 
 def deviation(data: xr.Dataset) -> xr.DataArray:
