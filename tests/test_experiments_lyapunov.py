@@ -317,6 +317,36 @@ def test_layers_of_slope_one_are_linear_with_and_without_shortcuts():
         np.testing.assert_allclose(found, value, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("activation", "shortcut", "sigma"),
+    [("tanh", "none", 2.0), ("smooth ReLU", "none", 1.0), ("smooth ReLU", "residual", 0.7)],
+)
+def test_mean_fields_are_those_of_wide_networks(activation, shortcut, sigma):
+    config, d = activation_gallery.Config(dimension=10**9, steps=30, burn_in=10), 300
+    found = []
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        # Means of entries 0, overlap 0.1, as the mean field starts.
+        frame = np.stack([np.ones(d), *rng.standard_normal((2, d))], axis=1)
+        _, x, other = np.sqrt(d) * np.linalg.qr(frame)[0].T
+        v, total = 0.1 * x + np.sqrt(0.99) * other, 0.0
+        for step in range(config.burn_in + config.steps):
+            W = sigma / np.sqrt(d) * rng.standard_normal((d, d))
+            u, before = W @ x, np.linalg.norm(v)
+            if activation == "tanh":
+                phi, slope = np.tanh(u), 1 / np.cosh(u) ** 2
+            else:
+                phi = config.leak * u + (1 - config.leak) * np.logaddexp(0, u)
+                slope = config.leak + (1 - config.leak) * (1 + np.tanh(u / 2)) / 2
+            x, v = (shortcut != "none") * np.array([x, v]) + np.array([phi, slope * (W @ v)])
+            total += np.log(np.linalg.norm(v) / before) * (step >= config.burn_in)
+        found.append(total / config.steps)
+    wide = activation_gallery.mean_field(config, activation, shortcut, np.array([sigma]))[0]
+    error = np.std(found, ddof=1) / np.sqrt(len(found))
+    assert error < 0.02
+    assert abs(np.mean(found) - wide) < 4 * error
+
+
 def test_one_program_has_the_law_of_layers_with_shortcuts_of_the_library():
     config = activation_gallery.Config(dimension=4, steps=150, chains=48)
     plain = activation_gallery.ensemble(config, "tanh", "none", 1.0)
