@@ -95,6 +95,7 @@ def precision() -> xr.Dataset:
     )
 
 
+@pytest.mark.slow
 def test_errors_fall_with_the_tolerance_and_a_broken_solver_only_leaves_a_note():
     data = precision()
     # SciPy's order 8 at a tenth of the accuracy of the reference, 1e-8 per step, enlarged by the
@@ -243,6 +244,7 @@ def test_full_configurations_name_known_solvers(module):
     assert jnp.asarray(config.rtol if module is plateau_scaling else config.rtols).dtype == float
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_a_process_and_hessian_products_agree():
     memory = peak_memory.compute(peak_memory.Config(widths=(4,), horizon=1.0))
     one = memory.sel(solver="conserving", width=4)

@@ -84,7 +84,14 @@ def runs(family):
     return [batch.lane(i) for i in range(count)], values
 
 
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: "-".join(map(str, f[0])))
+# A family of every other kind by default: each is a program of its own.
+families = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] * (i % 2), id="-".join(map(str, family[0])))
+        for i, family in enumerate(FAMILIES)
+    ],
+)
 
 
 def test_there_are_fifty_problems_of_all_depths_from_one_to_five():

@@ -42,6 +42,7 @@ def lazy_and_rich():
     )
 
 
+@pytest.mark.slow
 def test_scale_of_the_lazy_boundary_falls_like_the_inverse_root_of_the_width():
     data = lazy_and_rich()
     scales, (slope, _) = regimes.boundary(data)
@@ -192,6 +193,7 @@ def losses():
     )
 
 
+@pytest.mark.slow
 def test_laws_and_the_rate_equation_survive_every_loss():
     data = losses()
     assert float(data["drift"].max()) < 1e-6
@@ -204,11 +206,13 @@ def test_laws_and_the_rate_equation_survive_every_loss():
     np.testing.assert_allclose(slope[late], one["balanced_rate"].values[late], atol=2e-3)
 
 
+@pytest.mark.slow
 def test_modes_are_learnt_in_turn_under_losses_of_the_same_target():
     times = losses_beyond_quadratic.half_times(losses())[:3]
     assert np.all(times[:, 1] > 1.3 * times[:, 0])
 
 
+@pytest.mark.slow
 def test_cross_entropy_grows_like_the_logarithm_of_time_and_the_others_converge():
     data = losses()
     last = data.isel(time=-1)
@@ -222,6 +226,7 @@ def test_cross_entropy_grows_like_the_logarithm_of_time_and_the_others_converge(
     assert fall == pytest.approx(predicted, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_small_start_completes_at_the_rank_of_the_target():
     data = losses()
     small, large = data["completion_rank"].values[:, 0]
